@@ -1,0 +1,92 @@
+"""Builds apex_amp._C against the torch that is installed beside it.
+
+APEX_AMP_CUDA=1 demands the CUDA kernels, 0 leaves them out; unset, they are built when torch has
+CUDA and an nvcc of the same major version is found, whether or not a GPU is visible.
+TORCH_CUDA_ARCH_LIST chooses the GPU architectures (default: sm_80, sm_90, sm_100 and PTX).
+"""
+import glob
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+from setuptools import setup
+
+try:
+    import torch
+except ImportError:
+    # pip builds in an isolated environment that hides site-packages; the extension must be built
+    # against the torch it will be loaded beside, so look there before giving up.
+    sys.path.append(sysconfig.get_path("purelib"))
+    try:
+        import torch
+    except ImportError:
+        sys.exit("apex_amp: torch 2.11 or later must be installed before apex_amp is built "
+                 "(pip install torch; with uv, add --no-build-isolation)")
+
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+
+def find_cuda_home():
+    """The CUDA toolkit's folder, from CUDA_HOME, CUDA_PATH or the nvcc on PATH; None without one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        nvcc = shutil.which("nvcc")
+        home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else None
+    return home if home and os.path.exists(os.path.join(home, "bin", "nvcc")) else None
+
+
+def reason_against_cuda(cuda_home):
+    """Why the CUDA kernels can't be built, in words; None when they can."""
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    if cuda_home is None:
+        return f"no nvcc was found (torch wants CUDA {torch.version.cuda}; set CUDA_HOME or PATH)"
+    text = subprocess.run([os.path.join(cuda_home, "bin", "nvcc"), "--version"],
+                          capture_output=True, text=True).stdout
+    release = text.partition("release ")[2].partition(",")[0]
+    if release.partition(".")[0] != torch.version.cuda.partition(".")[0]:
+        return f"nvcc is {release or 'unreadable'} and torch was built with CUDA {torch.version.cuda}"
+    return None
+
+
+def cuda_include_dirs(cuda_home):
+    """Headers that a slim toolkit lacks but torch's own CUDA packages carry."""
+    if os.path.exists(os.path.join(cuda_home, "include", "cusparse.h")):
+        return []
+    major = torch.version.cuda.partition(".")[0]
+    return glob.glob(os.path.join(sysconfig.get_path("purelib"), "nvidia", f"cu{major}", "include"))
+
+
+def extension():
+    switch = os.environ.get("APEX_AMP_CUDA", "")
+    if switch not in ("", "0", "1"):
+        sys.exit(f"apex_amp: APEX_AMP_CUDA must be 0 or 1, got {switch!r}")
+    cuda_home = find_cuda_home()
+    reason = "APEX_AMP_CUDA=0" if switch == "0" else reason_against_cuda(cuda_home)
+    if switch == "1" and reason:
+        sys.exit(f"apex_amp: APEX_AMP_CUDA=1, but {reason}")
+
+    # Contraction and reordering off: CPU and CUDA must agree bit for bit.
+    # -fopenmp: at::parallel_for is silently serial in a unit built without it.
+    cxx = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden",
+           "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas"]
+    sources = ["csrc/bindings.cpp", "csrc/cast_function.cpp", "csrc/multi_tensor_cpu.cpp"]
+    common = dict(name="apex_amp._C", depends=sorted(glob.glob("csrc/*.h")), extra_link_args=["-fopenmp"])
+    if reason:
+        print(f"apex_amp: building CPU kernels only ({reason})", file=sys.stderr)
+        return CppExtension(sources=sources, extra_compile_args={"cxx": cxx}, **common)
+
+    os.environ["CUDA_HOME"] = cuda_home
+    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    print(f"apex_amp: building CPU and CUDA kernels ({architectures}, {cuda_home})", file=sys.stderr)
+    return CUDAExtension(
+        sources=sources + ["csrc/multi_tensor_cuda.cu"],
+        include_dirs=cuda_include_dirs(cuda_home),
+        define_macros=[("APEX_AMP_CUDA", None)],
+        extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr"]},
+        **common)
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
