@@ -6,6 +6,7 @@ either name hold. `Reducer`, `flat_dist_call` and `LARC` have no counterpart in 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,10 @@ ReduceOp = dist.ReduceOp if dist.is_available() else None
 
 _DEFAULT_MESSAGE_SIZE = 10_000_000
 _BYTES_PER_MEBIBYTE = 2 ** 20
+# torch 2.13 renamed the argument and warns about the old name.
+_NO_BUFFER_EXCHANGE = {
+    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers": False}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -66,8 +71,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         bucket_cap_mb = None
         if message_size != _DEFAULT_MESSAGE_SIZE:
             bucket_cap_mb = max(1, message_size * 4 // _BYTES_PER_MEBIBYTE)
-        super().__init__(module, broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb,
-                         find_unused_parameters=delay_allreduce)
+        super().__init__(module, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=delay_allreduce,
+                         **_NO_BUFFER_EXCHANGE)
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             post_factor = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             self.register_comm_hook(
@@ -92,7 +97,7 @@ def _warn_meaningless(where: str, **given: bool) -> None:
 def _scaled_allreduce_hook(always_fp32: bool, pre_factor: float, post_factor: float) -> Callable:
     """A DDP communication hook: gradients times `pre_factor`, summed over ranks, times `post_factor`."""
 
-    def scaled_allreduce(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def scaled_allreduce(_state, bucket):  # unannotated: DDP refuses annotations that are strings
         buffer = bucket.buffer()
         reduced = buffer.float() if always_fp32 else buffer
         reduced.mul_(pre_factor)
