@@ -70,6 +70,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS",
                         help="the script and its arguments")
     options = parser.parse_args(join_levels(argv))
+    if options.command[:1] == ["--"]:
+        del options.command[0]
     if not options.command:
         parser.error("no SCRIPT given")
     behind = options.command[1:]

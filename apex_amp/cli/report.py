@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-AVERAGED = 5  # first and last losses are means over this many iterations
+AVERAGED = 5  # first and last losses are means over this many iterations that were not skipped
 
 
 @dataclass
@@ -47,6 +47,11 @@ class LevelResult:
     def losses(self, loss_id: str) -> list[float]:
         return [iteration["losses"][loss_id] for iteration in self.iterations if loss_id in iteration["losses"]]
 
+    def mean_loss(self, loss_id: str, which: slice) -> float:
+        taken = [iteration["losses"][loss_id] for iteration in self.iterations
+                 if loss_id in iteration["losses"] and not iteration["skipped"]]
+        return statistics.fmean(taken[which]) if taken else math.nan
+
     @property
     def loss_ids(self) -> list[str]:
         return sorted({loss_id for iteration in self.iterations for loss_id in iteration["losses"]}, key=int)
@@ -58,8 +63,8 @@ class LevelResult:
         return {
             "opt_level": self.opt_level,
             "iterations": len(self.iterations),
-            "first_loss": {i: statistics.fmean(self.losses(i)[:AVERAGED]) for i in self.loss_ids},
-            "last_loss": {i: statistics.fmean(self.losses(i)[-AVERAGED:]) for i in self.loss_ids},
+            "first_loss": {i: self.mean_loss(i, slice(None, AVERAGED)) for i in self.loss_ids},
+            "last_loss": {i: self.mean_loss(i, slice(-AVERAGED, None)) for i in self.loss_ids},
             "loss_scale": self.iterations[-1]["loss_scale"] if self.iterations else {},
             "skipped": sum(iteration["skipped"] for iteration in self.iterations),
             "seconds_per_iteration": statistics.median(steady) if steady else None,
