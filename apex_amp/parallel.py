@@ -1,7 +1,7 @@
 """Apex's `apex.parallel` over torch.distributed: what torch has, torch does.
 
-`DistributedDataParallel` and `SyncBatchNorm` are subclasses of torch's own, so `isinstance` checks against
-either name hold. `Reducer`, `flat_dist_call` and `LARC` have no counterpart in torch and are written here.
+`DistributedDataParallel` is a subclass of torch's, so `isinstance` checks against either name hold. `Reducer`,
+`flat_dist_call` and `LARC` have no counterpart in torch and are written here.
 """
 from __future__ import annotations
 
@@ -112,10 +112,11 @@ def _scaled_allreduce_hook(always_fp32: bool, pre_factor: float, post_factor: fl
     return scaled_allreduce
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization over the batches of all processes of `process_group`: torch's, with Apex's extras.
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all processes of `process_group`.
 
-    torch's refuses CPU tensors once a process group exists; here they work too, over any backend that reduces them.
+    On accelerators it is torch.nn.SyncBatchNorm's. That, and torch's DistributedDataParallel for it, refuse CPU tensors
+    once a process group exists; here they work too, over any backend that reduces them.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, process_group: as torch.nn.SyncBatchNorm.
@@ -128,7 +129,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
                  track_running_stats: bool = True, process_group: Any = None, channel_last: bool = False,
                  fuse_relu: bool = False):
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -143,12 +145,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return nn.functional.relu(output) if self.fuse_relu else output
 
     def _normalize(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu" or not (self.training and dist.is_available() and dist.is_initialized()):
+        if input.device.type != "cpu":
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
+        if not (self.training and dist.is_available() and dist.is_initialized()
+                and dist.get_world_size(self.process_group) > 1):
             return super().forward(input)
-        if dist.get_world_size(self.process_group) == 1:
-            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         return self._normalize_on_cpu(input)
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def _normalize_on_cpu(self, input: Tensor) -> Tensor:
         channels, values = input.size(1), input.float()
