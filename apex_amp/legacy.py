@@ -192,9 +192,10 @@ class _FaceFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if attribute:
             return operator.attrgetter(attribute)(target)
         face = Face(spec.name, target.__doc__)
-        exported = getattr(target, "__all__", None) or [n for n in vars(target) if not n.startswith("_")]
+        names = getattr(target, "__all__", None) or [n for n in vars(target) if not n.startswith("_")]
+        exported = [n for n in names if f"{spec.name}.{n}" not in _FACES]  # apex.parallel.LARC was a module
         # Copied, not only forwarded: scripts look into `amp.__dict__`.
-        face.__dict__.update({n: getattr(target, n) for n in exported}, __all__=list(exported), _target=target)
+        face.__dict__.update({n: getattr(target, n) for n in exported}, __all__=exported, _target=target)
         return face
 
     def exec_module(self, module: types.ModuleType) -> None:
