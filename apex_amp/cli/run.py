@@ -87,7 +87,7 @@ def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
     if is_module:
         run, first_path = functools.partial(_run_module, target), os.getcwd()
     elif is_container:
-        run, first_path = functools.partial(_run_module, "__main__", alter_argv=False), target
+        run, first_path = functools.partial(_run_module, "__main__", alter_argv=False), os.path.abspath(target)
     elif os.path.isfile(target):
         run, first_path = functools.partial(_run_file, target), os.path.dirname(os.path.realpath(target))
     else:
