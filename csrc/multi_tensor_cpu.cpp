@@ -4,8 +4,6 @@
 // compiler vectorizes; heads, tails, float64 and other machines take the scalar twin, which gives the same bits.
 #include "multi_tensor.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -208,16 +206,17 @@ template <class Element, bool kStream, class... T, size_t... I>
 APEX_AMP_AVX2_INLINE int64_t apply_blocks(const Element& element, void* const* pointers, int64_t i, int64_t n,
                                           uint32_t* bad, std::index_sequence<I...>) {
   constexpr int kLists = Element::kLists;
+  void* const p[kLists] = {pointers[I]...};  // local: no store through the lists can alias it
   alignas(32) float registers[kLists][kBlock];
   alignas(32) uint32_t found[kBlock] = {};
   for (; i + kBlock <= n; i += kBlock) {
-    (load_block<in(Element::kReads, I)>(registers[I], static_cast<const T*>(pointers[I]) + i), ...);
+    (load_block<in(Element::kReads, I)>(registers[I], static_cast<const T*>(p[I]) + i), ...);
     for (int k = 0; k < kBlock; ++k) {
       float r[kLists] = {(in(Element::kReads, I) ? registers[I][k] : 0.0f)...};
       found[k] |= element(r);
       ((in(Element::kWrites, I) ? void(registers[I][k] = r[I]) : void()), ...);
     }
-    (store_block<in(Element::kWrites, I), kStream && !in(Element::kReads, I)>(static_cast<T*>(pointers[I]) + i,
+    (store_block<in(Element::kWrites, I), kStream && !in(Element::kReads, I)>(static_cast<T*>(p[I]) + i,
                                                                               registers[I]), ...);
   }
   for (int k = 0; k < kBlock; ++k) *bad |= found[k];
@@ -276,12 +275,11 @@ Span choose_span() {
 
 constexpr int64_t kGrainSize = 32768;  // elements: below this a second thread doesn't pay
 
-int64_t element_size(DType dtype) { return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2; }
+// Lists of more bytes than this don't stay in the last-level cache that a thread reaches (32 MB on today's servers;
+// what sysconf reports may be a whole package's), so their output is streamed past it.
+constexpr int64_t kStreamBytes = int64_t{32} << 20;
 
-int64_t last_level_cache_bytes() {
-  static const int64_t bytes = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), int64_t{8} << 20);
-  return bytes;
-}
+int64_t element_size(DType dtype) { return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2; }
 
 // starts[t]: how many elements lie before tensor t; starts[tensors]: how many there are.
 std::vector<int64_t> element_starts(const TensorTable& table) {
@@ -302,7 +300,7 @@ struct ElementwiseJob {
   const void* args;
   const int lists;
   const unsigned reads, writes;
-  const bool large;  // the lists don't fit in the last-level cache
+  const bool large;  // more bytes than kStreamBytes
   const FoundInf found_inf;
   std::atomic<bool> found{false};
 
@@ -355,7 +353,7 @@ Status run_elementwise_cpu(const TensorTable& table, const typename Element::Arg
   return dispatch_dtypes(table.dtype, typename ElementDTypes<Element>::type{}, [&](auto... tags) {
     std::vector<int64_t> starts = element_starts(table);
     const int64_t total = starts.back();
-    const bool large = total * bytes_per_element(table, Element::kLists) > last_level_cache_bytes();
+    const bool large = total * bytes_per_element(table, Element::kLists) > kStreamBytes;
     ElementwiseJob job{table, std::move(starts), choose_span<Element, decltype(tags)::value...>(), &args,
                        Element::kLists, Element::kReads, Element::kWrites, large, found_inf};
     parallel_for(0, total, kGrainSize, ElementwiseJob::run_range, &job);
