@@ -1,5 +1,5 @@
 // CUDA executor: cuts the tensors into chunks, a block each, and runs an element (elementwise.h) over them.
-// Torch-free. Thrown at a host compiler with tests/cuda_on_cpu on the include path, the same source runs without a GPU.
+// Torch-free. Given to a host compiler with tests/cuda_on_cpu on the include path, the same source runs without a GPU.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -62,12 +62,6 @@ unsigned bfloat16_lists(const TensorTable& tensors, int lists) {
   return mask;
 }
 
-// Narrowing rounds to nearest even, once.
-__device__ __forceinline__ uint16_t to_half(float x) { return __half_as_ushort(__float2half_rn(x)); }
-__device__ __forceinline__ uint16_t to_half(double x) { return __half_as_ushort(__double2half(x)); }
-__device__ __forceinline__ uint16_t to_bfloat16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-__device__ __forceinline__ uint16_t to_bfloat16(double x) { return __bfloat16_as_ushort(__double2bfloat16(x)); }
-
 template <class R>
 __device__ __forceinline__ void widen(const uint16_t (&from)[kThreadElements], bool bfloat16, R (&r)[kThreadElements]) {
   if (bfloat16) {
@@ -84,14 +78,15 @@ __device__ __forceinline__ void widen(const T (&from)[kThreadElements], bool, R 
   for (int e = 0; e < kThreadElements; ++e) r[e] = from[e];
 }
 
+// Rounds to nearest even; doubles go to the half types through float, as in torch and on the CPU.
 template <class R>
 __device__ __forceinline__ void narrow(const R (&r)[kThreadElements], bool bfloat16, uint16_t (&to)[kThreadElements]) {
   if (bfloat16) {
 #pragma unroll
-    for (int e = 0; e < kThreadElements; ++e) to[e] = to_bfloat16(r[e]);
+    for (int e = 0; e < kThreadElements; ++e) to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
   } else {
 #pragma unroll
-    for (int e = 0; e < kThreadElements; ++e) to[e] = to_half(r[e]);
+    for (int e = 0; e < kThreadElements; ++e) to[e] = __half_as_ushort(__float2half_rn(static_cast<float>(r[e])));
   }
 }
 template <class T, class R>

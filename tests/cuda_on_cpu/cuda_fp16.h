@@ -46,6 +46,5 @@ struct __half {
 };
 inline float __half2float(__half x) { return emulator::SmallFloat<5>::decode(x.code); }
 inline __half __float2half_rn(float x) { return {emulator::SmallFloat<5>::encode(x)}; }
-inline __half __double2half(double x) { return {emulator::SmallFloat<5>::encode(x)}; }
 inline uint16_t __half_as_ushort(__half x) { return x.code; }
 inline __half __ushort_as_half(uint16_t code) { return {code}; }

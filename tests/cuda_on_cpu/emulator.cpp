@@ -33,7 +33,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 constexpr unsigned kMaxThreads = 1024;
-constexpr int kMaxFaults = 20;
+constexpr int kReportedFaults = 3;  // of each kind
 // What a kernel's parameters may take: since CUDA 12.1 in the driver, and before.
 constexpr size_t kLargeParameterBytes = 32764, kSmallParameterBytes = 4096;
 constexpr int kLargeParameterDriver = 12010;
@@ -52,7 +52,8 @@ struct Fiber {
 };
 
 struct Warp {
-  uint64_t values[kWarpSize];
+  uint64_t brought[kWarpSize];   // to the collective that lanes are gathering for
+  uint64_t received[kWarpSize];  // from the last one that all its lanes had reached
   unsigned arrived = 0;
 };
 
@@ -66,7 +67,8 @@ struct Block {
 struct Settings {
   Schedule schedule = Schedule::kForward;
   int driver_version = 13000;
-  uint64_t first_block = 0;  // blocks before it are not run
+  uint64_t first_block = 0;     // blocks before it are not run
+  uint64_t refused_launch = 0;  // this launch fails, counted from 1; none when 0
 };
 
 Settings settings;
@@ -81,7 +83,8 @@ bool in_atomic = false;
 Kernel kernel;
 
 std::string report;
-int fault_count = 0;
+std::map<std::string, int> fault_counts;  // by format
+uint64_t launch_count = 0;
 
 // ---- fibers ----
 
@@ -174,6 +177,7 @@ void finish_collective(unsigned last) {
     Fiber& fiber = *fibers[first_lane + lane];
     if (fiber.mask != mask) fault("lanes of one collective name the masks %08x and %08x", mask, fiber.mask);
     fiber.state = State::kReady;
+    warp.received[lane] = warp.brought[lane];
   }
   warp.arrived &= ~mask;
 }
@@ -206,8 +210,8 @@ void run_block(uint64_t linear_index) {
     if (block.at_barrier && block.at_barrier + block.done == block.threads) {
       finish_barrier();
     } else if (!progress) {
-      fault("deadlock: %u threads at a barrier, %u done, the others in a warp collective", block.at_barrier,
-            block.done);
+      fault("deadlock: %u at a barrier, %u done, %u in a warp collective", block.at_barrier, block.done,
+            block.threads - block.at_barrier - block.done);
       return;
     }
   }
@@ -244,7 +248,7 @@ struct Buffer {
 };
 
 std::map<uintptr_t, Buffer> buffers;  // by their begin
-std::unordered_map<uintptr_t, Cell> shared_cells, global_cells;
+std::unordered_map<uintptr_t, Cell> shared_cells, global_cells;  // by address / kCellBytes
 
 void forget_shared_accesses() { shared_cells.clear(); }
 void forget_accesses() { global_cells.clear(); }
@@ -310,7 +314,7 @@ void check_access(const void* pointer, size_t bytes, bool write) {
 // ---- what cuda_runtime.h declares ----
 
 void fault(const char* format, ...) {
-  if (++fault_count > kMaxFaults) return;
+  if (++fault_counts[format] > kReportedFaults) return;
   char text[256];
   va_list arguments;
   va_start(arguments, format);
@@ -331,11 +335,11 @@ void exchange(unsigned mask, uint64_t value, uint64_t (&values)[kWarpSize]) {
   Warp& warp = warps[running / kWarpSize];
   if (!(mask >> lane & 1)) fault("lane %u is in a collective whose mask %08x lacks it", lane, mask);
   fibers[running]->mask = mask;
-  warp.values[lane] = value;
+  warp.brought[lane] = value;
   warp.arrived |= 1u << lane;
   suspend(State::kInWarp);
-  // No lane of the mask can bring its next value before all of them have come back for this one.
-  std::memcpy(values, warp.values, sizeof(values));
+  // The next collective of these lanes can't end before each of them has come here.
+  std::memcpy(values, warp.received, sizeof(values));
 }
 
 AtomicScope::AtomicScope() { in_atomic = true; }
@@ -347,6 +351,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const Kernel& launched) {
   if (threads == 0 || threads > kMaxThreads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7FFFFFFF ||
       grid.y > 0xFFFF || grid.z > 0xFFFF)
     return cudaErrorInvalidConfiguration;
+  if (++launch_count == settings.refused_launch) return cudaErrorLaunchFailure;
   const bool large = settings.driver_version >= kLargeParameterDriver;
   if (launched.bytes > (large ? kLargeParameterBytes : kSmallParameterBytes)) return cudaErrorInvalidValue;
 
@@ -383,11 +388,15 @@ cudaError_t cudaDriverGetVersion(int* version) {
 
 extern "C" {
 
-// schedule: 0 forward, 1 reverse, 2 random by `seed`.
-void emulator_configure(int schedule, unsigned seed, int driver_version, uint64_t first_block) {
-  emulator::settings = {emulator::Schedule(schedule), driver_version, first_block};
+// schedule: 0 forward, 1 reverse, 2 random by `seed`. Launches are counted anew.
+void emulator_configure(int schedule, unsigned seed, int driver_version, uint64_t first_block,
+                        uint64_t refused_launch) {
+  emulator::settings = {emulator::Schedule(schedule), driver_version, first_block, refused_launch};
   emulator::random_order.seed(seed);
+  emulator::launch_count = 0;
 }
+
+uint64_t emulator_launch_count() { return emulator::launch_count; }
 
 // The buffers that kernels may touch in a build that is checked.
 void emulator_add_buffer(void* begin, size_t bytes, int writable) {
@@ -397,14 +406,12 @@ void emulator_add_buffer(void* begin, size_t bytes, int writable) {
 
 void emulator_clear_buffers() { emulator::buffers.clear(); }
 
-// The faults since the last call, one a line; empty when there were none.
+// The faults since the last call, one a line and a few of each kind; empty when there were none.
 const char* emulator_take_report() {
   static std::string taken;
   taken = emulator::report;
-  if (emulator::fault_count > emulator::kMaxFaults)
-    taken += std::to_string(emulator::fault_count - emulator::kMaxFaults) + " more\n";
   emulator::report.clear();
-  emulator::fault_count = 0;
+  emulator::fault_counts.clear();
   return taken.c_str();
 }
 

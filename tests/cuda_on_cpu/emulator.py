@@ -4,6 +4,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,17 +33,17 @@ class KernelFault(AssertionError):
     """A kernel did what no CUDA device may be asked to do."""
 
 
-def start_compile(source: Path, target: Path, checked: bool = False) -> subprocess.Popen:
-    flags = FLAGS + (CHECKED_FLAGS if checked else [])
-    return subprocess.Popen([*flags, "-x", "c++", "-c", str(source), "-o", str(target)])
+def compile_source(source: Path, target: Path, flags: Sequence[str] = ()) -> None:
+    done = subprocess.run([*FLAGS, *flags, "-x", "c++", "-c", str(source), "-o", str(target)], capture_output=True,
+                          text=True)
+    if done.returncode:
+        raise RuntimeError(f"the host compiler refused {source}:\n{done.stderr}")
 
 
-def compile_all(jobs: Sequence[tuple[Path, Path, bool]], parallel: int = 2) -> None:
-    """Compiles (source, object file, checked) each, `parallel` at a time."""
-    for first in range(0, len(jobs), parallel):
-        running = [start_compile(*job) for job in jobs[first:first + parallel]]
-        if any([process.wait() for process in running]):
-            raise RuntimeError("the host compiler refused a source; its message is above")
+def compile_all(jobs: Sequence[tuple]) -> None:
+    """Calls compile_source(*job) for each, on two cores."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda job: compile_source(*job), jobs))
 
 
 def link(objects: Sequence[Path], target: Path) -> Path:
@@ -59,10 +60,18 @@ class Emulator:
         self.configure()
 
     def configure(self, schedule: str = "forward", seed: int = 0, driver_version: int = CURRENT_DRIVER,
-                  first_block: int = 0) -> None:
-        """The order of blocks and threads, the driver to pretend, and the first block that runs in a launch."""
+                  first_block: int = 0, refused_launch: int = 0) -> None:
+        """The order of blocks and threads, the driver to pretend, and the first block that runs in a launch.
+
+        Launch number `refused_launch`, counted from 1 and from this call, fails.
+        """
         self.library.emulator_configure(SCHEDULES[schedule], ctypes.c_uint(seed), driver_version,
-                                        ctypes.c_uint64(first_block))
+                                        ctypes.c_uint64(first_block), ctypes.c_uint64(refused_launch))
+
+    @property
+    def launches(self) -> int:
+        """Since the last configure()."""
+        return self.library.emulator_launch_count()
 
     @contextmanager
     def buffers(self, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor | None] = ()):
@@ -84,6 +93,11 @@ class Emulator:
         error = function(*arguments)
         if error:
             raise RuntimeError(f"{name}: {error.decode()}")
+
+    def run(self, name: str, tensor: Tensor, writable: bool = True) -> None:
+        """A kernel of self_test.cu."""
+        with self.buffers([tensor], [tensor] if writable else []):
+            getattr(self.library, name)(_pointer(tensor))
 
     def multi_tensor_scale(self, src, dst, found_inf, scale, per_tensor=None, index=None) -> None:
         with self.buffers([*src, *_tensors(scale)], [*dst, found_inf, per_tensor]):
