@@ -345,17 +345,16 @@ PyObject* cast_argument(PyObject* object, unsigned from, ScalarType type) {
 enum Policy : uint8_t {
   kLowPrecision,     // to the cast type
   kFp32,             // half types to float
-  kPromote,          // to float where the arguments differ
+  kPromote,          // to float where the arguments differ, or hold a number that half types cannot
   kMatchSelf,        // in-place methods: the other arguments to the type of the first
   kFp32InPlace,      // refuse a half first argument, else as kFp32
   kBanned,           // refuse any half argument
-  kScalarRange,      // half types to float where a number does not fit them
-  kScalarRangeInPlace,  // saturate a number that does not fit the first argument
+  kFillInPlace,      // as kMatchSelf, and saturate a number that does not fit the first argument
   kUntrackedWrite,   // exposes the memory of the first argument: forget its casts
 };
 
-constexpr std::array<const char*, 9> kPolicyNames = {"low_precision", "fp32", "promote", "match_self", "fp32_in_place",
-                                                     "banned", "scalar_range", "scalar_range_in_place", "untracked_write"};
+constexpr std::array<const char*, 8> kPolicyNames = {
+    "low_precision", "fp32", "promote", "match_self", "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
 
 struct CastFunction {
   PyObject_HEAD
@@ -372,7 +371,7 @@ struct CastFunction {
 PyTypeObject* function_type = nullptr;  // for originals that do not bind (builtins)
 PyTypeObject* method_type = nullptr;    // for originals that have __get__
 
-PyObject* mode_hook = nullptr;      // called with no argument while a dispatch mode is on
+PyObject* mode_hook = nullptr;      // called while a dispatch mode is on; may name another cast type
 PyObject* observer = nullptr;       // called with (function, args, kwargs, result) after each call
 PyObject* saturate_hook = nullptr;  // called with (function name, number, dtype) when a number is saturated
 
@@ -475,7 +474,7 @@ PyObject* call_saturated(const CastFunction* self, const Arguments& arguments, u
 
 // The policy's decision and the call. `cast_type` is the current one, not kOff.
 PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames,
-                    CastType cast_type) {
+                    int8_t cast_type) {
   const Arguments arguments(args, nargsf, kwnames);
   const unsigned kinds = arguments.kinds();
   if (!(kinds & kCastKinds) || (kinds & kDoubleKind)) return call_original(self, args, nargsf, kwnames);
@@ -497,9 +496,16 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
     case kFp32:
       break;
     case kPromote: {
-      const unsigned differing = kinds & kCastKinds;
-      if (!(differing & (differing - 1))) return call_original(self, args, nargsf, kwnames);
+      const unsigned present = kinds & kCastKinds;
+      const bool differ = present & (present - 1);
+      const bool fits = !(present & kLowKinds) || !any_exceeds(arguments, present);
+      if (!differ && fits) return call_original(self, args, nargsf, kwnames);
       break;
+    }
+    case kFillInPlace: {
+      const unsigned own = arguments.positional ? argument_kinds(args[0]) & kLowKinds : 0;
+      if (own && any_exceeds(arguments, own)) return call_saturated(self, arguments, own);
+      [[fallthrough]];
     }
     case kMatchSelf: {
       const unsigned own = arguments.positional ? argument_kinds(args[0]) & kCastKinds : 0;
@@ -514,14 +520,6 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
     case kBanned:
       if (kinds & kLowKinds) return refuse(self);
       break;
-    case kScalarRange:
-      if (!(kinds & kLowKinds) || !any_exceeds(arguments, kinds)) return call_original(self, args, nargsf, kwnames);
-      break;
-    case kScalarRangeInPlace: {
-      const unsigned own = arguments.positional ? argument_kinds(args[0]) & kLowKinds : 0;
-      if (!own || !any_exceeds(arguments, own)) return call_original(self, args, nargsf, kwnames);
-      return call_saturated(self, arguments, own);
-    }
   }
   const unsigned from = kinds_other_than(target);
   if (!(kinds & from)) return call_original(self, args, nargsf, kwnames);
@@ -530,21 +528,27 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
   });
 }
 
-bool run_hook(PyObject* hook) {
-  PyObject* result = PyObject_CallNoArgs(hook);
-  Py_XDECREF(result);
-  return result != nullptr;
+// The cast type the mode hook asks for; it returns NotImplemented to leave `cast_type`. False on error.
+bool ask_mode_hook(int8_t* cast_type) {
+  PyObject* answer = PyObject_CallNoArgs(mode_hook);
+  if (answer == nullptr) return false;
+  const bool parsed = answer == Py_NotImplemented || parse_cast_type(answer, cast_type);
+  Py_DECREF(answer);
+  return parsed;
 }
 
 PyObject* CastFunction_vectorcall(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<CastFunction*>(object);
-  if (mode_hook && c10::impl::TorchDispatchModeTLS::any_modes_set() && !run_hook(mode_hook)) return nullptr;
+  int8_t cast_type = current_cast_type();
+  if (C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+      !ask_mode_hook(&cast_type)) {
+    return nullptr;
+  }
   if (C10_UNLIKELY(self->policy == kUntrackedWrite)) {
     if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
     return call_original(self, args, nargsf, kwnames);
   }
-  const CastType cast_type = current_cast_type();
   if (cast_type == kOff) return call_original(self, args, nargsf, kwnames);
   return call_cast(self, args, nargsf, kwnames, cast_type);
   END_HANDLE_TH_ERRORS
@@ -794,6 +798,14 @@ PyObject* cast_scope(PyObject*, PyObject* args, PyObject* kwargs) {
   return object;
 }
 
+// The calling thread's cast state as an attribute, which torch.compile can read and guard.
+PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(current_cast_type()); }
+
+PyGetSetDef state_getset[] = {{"cast_type", CastState_cast_type, nullptr, nullptr, nullptr}, {nullptr}};
+PyType_Slot state_slots[] = {{Py_tp_getset, state_getset}, {0, nullptr}};
+PyType_Spec state_spec = {"apex_amp._C.CastState", sizeof(PyObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, state_slots};
+
 // ---------------------------------------------------------------------------------------------
 // Controls
 
@@ -806,6 +818,14 @@ PyObject* set_default_cast_type(PyObject*, PyObject* object) {
   if (!parse_cast_type(object, &cast_type)) return nullptr;
   default_cast_type.store(cast_type, std::memory_order_relaxed);
   Py_RETURN_NONE;
+}
+
+// For code that can't hold a CastScope: sets this thread's scope, returns what restores it.
+PyObject* swap_scope(PyObject*, PyObject* value) {
+  int8_t scope = kUnset;
+  if (value != Py_NotImplemented && !parse_cast_type(value, &scope)) return nullptr;
+  const int8_t outer = std::exchange(thread_state.scope, scope);
+  return outer == kUnset ? Py_NewRef(Py_NotImplemented) : dtype_object(outer);
 }
 
 PyObject* set_cast_devices(PyObject*, PyObject* device_types) {
@@ -857,6 +877,7 @@ PyMethodDef module_functions[] = {
     {"current_cast_type", get_cast_type, METH_NOARGS, nullptr},
     {"default_cast_type", get_default_cast_type, METH_NOARGS, nullptr},
     {"set_default_cast_type", set_default_cast_type, METH_O, nullptr},
+    {"swap_scope", swap_scope, METH_O, nullptr},
     {"set_cast_devices", set_cast_devices, METH_O, nullptr},
     {"clear_weight_cache", clear_weight_cache, METH_NOARGS, nullptr},
     {"drop_cached_casts", drop_cached_casts, METH_O, nullptr},
@@ -874,8 +895,10 @@ bool init_cast_function(PyObject* module) {
   function_type = make_function_type("apex_amp._C.CastFunction", false);
   method_type = make_function_type("apex_amp._C.CastMethod", true);
   scope_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&scope_spec));
-  return function_type && method_type && scope_type && PyModule_AddType(module, function_type) == 0 &&
+  PyObject* state_type = PyType_FromSpec(&state_spec);
+  return function_type && method_type && scope_type && state_type && PyModule_AddType(module, function_type) == 0 &&
          PyModule_AddType(module, method_type) == 0 && PyModule_AddType(module, scope_type) == 0 &&
+         PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(state_type)) == 0 &&
          PyModule_AddFunctions(module, module_functions) == 0;
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from apex_amp import _C
 
-from . import cast_lists, integrations
+from . import cast_lists, integrations, traced_casts
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "install", "is_installed", "promote_function",
            "register_bfloat16_function", "register_float_function", "register_half_function",
@@ -76,11 +76,9 @@ def _policies() -> dict[str, tuple[str, str | None]]:
         policies[name + "_"] = ("match_self", None)
     for name in cast_lists.FP32:
         policies[name + "_"] = ("fp32_in_place", _in_place_message(name + "_"))
-    for name in cast_lists.SCALAR_RANGE:
-        policies[name] = ("scalar_range", None)
-        policies[name + "_"] = ("scalar_range_in_place", None)
     for policy, listed in (("low_precision", low_precision), ("fp32", cast_lists.FP32), ("promote", promote),
-                           ("match_self", cast_lists.MATCH_SELF), ("untracked_write", cast_lists.UNTRACKED_WRITE)):
+                           ("match_self", cast_lists.MATCH_SELF), ("fill_in_place", cast_lists.FILL_IN_PLACE),
+                           ("untracked_write", cast_lists.UNTRACKED_WRITE)):
         for name in listed:
             policies[name] = (policy, None)
     for name in cast_lists.FP32_IN_PLACE:
@@ -138,6 +136,7 @@ def install() -> None:
             _patch_registered(_patches, owner, name, policy, cast_type)
         _rebind_early_bound(_patches)
         integrations.install(_patches.replace, lifted)
+        traced_casts.install()
         _C.set_saturate_hook(_warn_saturated)
 
 
@@ -150,6 +149,7 @@ def uninstall() -> None:
         _patches.restore()
         _patches = None
         integrations.uninstall()
+        traced_casts.uninstall()
         _C.set_default_cast_type(None)
         _C.clear_weight_cache()
 
@@ -180,6 +180,8 @@ def _patch_names(patches: _Patches) -> None:
             if (owner, name) in _registered:
                 continue
             original = getattr(owner, name)
+            if not callable(original):  # torch.fft, the module
+                continue
             policy, message = policies[name]
             if policy == "untracked_write" and owner is not torch.Tensor:
                 continue
