@@ -51,6 +51,9 @@ FP32 = [
     "solve_ex", "solve_triangular", "svd", "svd_lowrank", "svdvals", "tensorinv", "tensorsolve", "triangular_solve",
 ]
 
+# Of FP32, those that convert by their own `dtype` argument, without a copy of the input.
+FP32_BY_DTYPE = ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"]
+
 # Functions of several tensors: to the widest type among them, and to FP32 where a number among the
 # arguments is more than half types can hold.
 PROMOTE = [

@@ -22,6 +22,7 @@ __all__ = ["bfloat16_function", "float_function", "half_function", "install", "i
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MISSING = object()
+_CAST_TYPES = (_C.CastFunction, _C.CastMethod)
 
 
 class _Patches:
@@ -81,6 +82,9 @@ def _policies() -> dict[str, tuple[str, str | None]]:
                            ("untracked_write", cast_lists.UNTRACKED_WRITE)):
         for name in listed:
             policies[name] = (policy, None)
+    for name in cast_lists.FP32_BY_DTYPE:
+        if policies.get(name) == ("fp32", None):
+            policies[name] = ("fp32_by_dtype", None)
     for name in cast_lists.FP32_IN_PLACE:
         policies[name] = ("fp32_in_place", _in_place_message(name))
     for name, message in cast_lists.BANNED.items():
@@ -119,6 +123,11 @@ def _cast_function(owner: Any, name: str, original: Any, policy: str, message: s
 
 def is_installed() -> bool:
     return _patches is not None
+
+
+def installed_functions() -> list[Any]:
+    """The CastFunctions in force, one per patched name."""
+    return [value for _, _, _, value in _patches.replaced if isinstance(value, _CAST_TYPES)] if _patches else []
 
 
 def install() -> None:
@@ -196,39 +205,32 @@ def _patch_names(patches: _Patches) -> None:
 
 def _rebind_early_bound(patches: _Patches) -> None:
     """Names that modules outside torch bound before: globals, class attributes, nn.Module attributes."""
-    functions = {}
+    functions: dict[int, Any] = {}  # by the original's address; the CastFunction keeps that alive
     for owner, _, _, value in patches.replaced:
-        if hasattr(value, "__wrapped__") and owner is not torch._VF:
+        if isinstance(value, _CAST_TYPES) and owner is not torch._VF:
             functions.setdefault(id(value.__wrapped__), value)
 
     def rebind(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
-            if id(value) in functions and functions[id(value)].__wrapped__ is value:
+            if id(value) in functions:
                 with contextlib.suppress(AttributeError, TypeError):  # read-only classes and modules
                     patches.replace(owner, name, functions[id(value)])
 
     for module in list(sys.modules.values()):
-        if not isinstance(module, type(sys)) or _is_internal(getattr(module, "__name__", "")):
+        if not isinstance(module, type(sys)) or is_internal(getattr(module, "__name__", "")):
             continue
         rebind(module)
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == module.__name__:
                 rebind(value)
-    module_types = set(_subclasses(torch.nn.Module))
-    for item in gc.get_objects():
-        if type(item) in module_types:
-            rebind(item)
+    for module in _C.instances_in(gc.get_objects(), torch.nn.Module):
+        rebind(module)
 
 
-def _is_internal(module_name: str) -> bool:
+def is_internal(module_name: str) -> bool:
+    """Whether a module belongs to torch, this package or the standard library: never rebound."""
     top = module_name.partition(".")[0]
     return top in ("torch", "apex_amp") or top in sys.stdlib_module_names and top != "__main__"
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _subclasses(child)
 
 
 def _warn_saturated(function: Any, number: float, dtype: torch.dtype) -> None:

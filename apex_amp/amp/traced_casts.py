@@ -10,6 +10,7 @@ Nothing here is loaded before something else has imported torch._dynamo.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -22,7 +23,7 @@ import torch
 
 from apex_amp import _C
 
-from . import cast_state
+from . import cast_lists, cast_state
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 _CAST_TYPES = (*_HALF_TYPES, torch.float32)
@@ -36,6 +37,7 @@ class _Scopes:
     """The innermost scope entered inside the code being traced."""
 
     cast_type: Any = _UNSET
+    held: bool = False
 
 
 _scopes = _Scopes()
@@ -43,6 +45,10 @@ _scopes = _Scopes()
 
 def _traced_cast_type() -> torch.dtype | None:
     return cast_state.state.cast_type if _scopes.cast_type == _UNSET else _scopes.cast_type
+
+
+def _traced_held() -> bool:
+    return cast_state.state.held if _scopes.cast_type == _UNSET else _scopes.held
 
 
 # ------------------------------------------------------------------------------------------------
@@ -91,6 +97,8 @@ def make_twin(function: Any) -> Callable[..., Any]:
     def twin(*args: Any, **kwargs: Any) -> Any:
         cast_type = _traced_cast_type()
         if cast_type is None or policy == "untracked_write":
+            return original(*args, **kwargs)
+        if policy == "fp32_by_dtype" and "dtype" in kwargs:
             return original(*args, **kwargs)
         out = kwargs.pop("out", None)
         values = [*args, *kwargs.values()]
@@ -151,24 +159,27 @@ def _swap_scope(cast_type: Any) -> None:
 class _TracedScope:
     """What Dynamo traces in place of a CastScope."""
 
-    def __init__(self, cast_type: torch.dtype | None) -> None:
+    def __init__(self, cast_type: torch.dtype | None, forward: bool) -> None:
         self.cast_type = cast_type
+        self.forward = forward
 
     def __enter__(self) -> None:
-        self.outer = _scopes.cast_type
-        self.changes = self.cast_type is not _traced_cast_type()
+        self.outer = (_scopes.cast_type, _scopes.held)
+        held = self.cast_type is None and not self.forward
+        kept = self.forward and _traced_held()
+        self.changes = not kept and (self.cast_type is not _traced_cast_type() or held is not _traced_held())
         if self.changes:
-            _scopes.cast_type = self.cast_type
+            _scopes.cast_type, _scopes.held = self.cast_type, held
             _swap_scope(self.cast_type)
 
     def __exit__(self, *exception: Any) -> None:
         if self.changes:
-            _scopes.cast_type = self.outer
-            _swap_scope(self.outer)
+            _scopes.cast_type, _scopes.held = self.outer
+            _swap_scope(_scopes.cast_type)
 
 
 def _traced_scope(cast_type: torch.dtype | None, forward: bool = False) -> _TracedScope:
-    return _TracedScope(cast_type)
+    return _TracedScope(cast_type, forward)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -210,6 +221,8 @@ def _guard_cast_type() -> Any:
     package, *attributes = f"{cast_state.__name__}.state.cast_type".split(".")
     source = functools.reduce(AttrSource, attributes, ImportSource(package))
     install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+    # The graph names the method, not its casts: keep compile caches from taking one for the other.
+    torch.compiler.config.cache_key_tag = f"{_cache_key_tag}apex_amp {_C.current_cast_type()} {_lists_digest}"
     return getattr(tracing, "_apex_amp_scope", NotImplemented)
 
 
@@ -241,14 +254,23 @@ class _AfterDynamoImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _taught = False
+_cache_key_tag = ""  # the user's own
+_lists_digest = ""
 _waiting: _AfterDynamoImport | None = None
 
 
+def _digest_of_lists() -> str:
+    lists = {name: value for name, value in vars(cast_lists).items() if name.isupper()}
+    return hashlib.sha256(repr(lists).encode()).hexdigest()
+
+
 def _connect() -> None:
-    global _taught
+    global _taught, _cache_key_tag, _lists_digest
     if not _taught:
         _taught = True
         _teach_dynamo()
+    _cache_key_tag = torch.compiler.config.cache_key_tag
+    _lists_digest = _digest_of_lists()
     _C.set_mode_hook(_guard_cast_type)
     sys.modules[_DYNAMO].reset()
 
@@ -271,4 +293,5 @@ def uninstall() -> None:
     _waiting = None
     _C.set_mode_hook(None)
     if _DYNAMO in sys.modules:
+        torch.compiler.config.cache_key_tag = _cache_key_tag
         sys.modules[_DYNAMO].reset()
