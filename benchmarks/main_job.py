@@ -14,7 +14,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 from tqdm import tqdm
@@ -44,14 +44,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=_positive, default=50, metavar="N", help="passes over the 1,347 digits")
     parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu",
                         help="where to train: cpu, cuda or cuda:INDEX")
-    parser.add_argument("--width", type=_positive, metavar="N",
-                        help=f"channels of the first convolution ({CPU_WIDTH} on a CPU and {GPU_WIDTH} on a GPU if not given)")
+    parser.add_argument("--width", type=_positive, metavar="N", default=argparse.SUPPRESS,
+                        help=f"channels of the first convolution (default: {CPU_WIDTH} on a CPU, {GPU_WIDTH} on a GPU)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"), metavar="DIR",
                         help="folder for results.json and picture.png")
-    parser.add_argument("--quick", action="store_true", help="at most 2 seeds and 5 epochs: under 90 seconds on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="at most 2 seeds and 5 epochs: 90 seconds on 2 cores")
     parsed = parser.parse_args(arguments)
     parsed.opt_levels = sorted(set(parsed.opt_levels))
-    parsed.width = parsed.width or (CPU_WIDTH if parsed.device.type == "cpu" else GPU_WIDTH)
+    if "width" not in parsed:
+        parsed.width = CPU_WIDTH if parsed.device.type == "cpu" else GPU_WIDTH
     if parsed.quick:
         parsed.seeds, parsed.epochs = min(parsed.seeds, 2), min(parsed.epochs, 5)
     return parsed
@@ -97,8 +98,10 @@ def start_memory_watch(device: torch.device) -> Callable[[], int | None]:
 
 
 def run_row(connection: Connection, name: str, options: Options) -> None:
-    """In a process of its own: trains `name` with every seed; sends "epoch", (TrainResult, peak bytes) or an error's text."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    """Trains `name` with every seed, in a process of its own.
+
+    Sends "epoch" after each epoch, (TrainResult, peak bytes) after each seed, and an error's text if there is one.
+    """
     try:
         for seed in range(options.seeds):
             peak = start_memory_watch(options.device)
@@ -111,57 +114,64 @@ def run_row(connection: Connection, name: str, options: Options) -> None:
         connection.close()
 
 
-def messages(name: str, options: Options):
-    """Starts a process for `name` and yields what it sends until it ends."""
+def messages(name: str, options: Options) -> Iterator[str | tuple[TrainResult, int | None]]:
+    """Starts a process for `name` and yields what `run_row` sends until it ends."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_row, args=(sender, name, options), daemon=True)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the parent alone to act on
     process.start()
+    signal.signal(signal.SIGINT, handler)
     sender.close()
     try:
         while True:
-            try:
-                yield receiver.recv()
-            except EOFError:
-                return
+            yield receiver.recv()
+    except EOFError:
+        pass
     finally:
         process.terminate()
         process.join()
 
 
+def run_all(names: list[str], options: Options, rows: list[Row], failures: list[str]) -> None:
+    """Fills `rows` and `failures` as the runs end, so that both are worth something after an exception."""
+    with tqdm(total=len(names) * options.seeds * options.epochs, unit="epoch") as bar:
+        for name in names:
+            row = Row(name)
+            rows.append(row)
+            error = None
+            for message in messages(name, options):
+                if not isinstance(message, str):
+                    row.add(*message)
+                elif message == "epoch":
+                    bar.set_description(f"{name}, seed {len(row.results)}", refresh=False)
+                    bar.update()
+                else:
+                    error = message
+            if len(row.results) < options.seeds:
+                failures.append(f"{name} failed with seed {len(row.results)}: {error or 'its process was killed'}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse_arguments(arguments)
     options = Options(parsed.seeds, parsed.epochs, parsed.width, parsed.device)
-    parsed.out.mkdir(parents=True, exist_ok=True)
     names = [name for level in parsed.opt_levels for name in (level, NATIVE_TWIN.get(level)) if name]
+    parsed.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     failures: list[str] = []
-    interrupted = False
-    bar = tqdm(total=len(names) * options.seeds * options.epochs, unit="epoch", file=sys.stderr)
+    exit_status = 0
     try:
-        for name in names:
-            rows.append(Row(name))
-            for message in messages(name, options):
-                if isinstance(message, str) and message != "epoch":
-                    failures.append(f"{name} failed:\n{message}")
-                elif message == "epoch":
-                    bar.set_description(f"{name}, seed {len(rows[-1].results)}", refresh=False)
-                    bar.update()
-                else:
-                    rows[-1].add(*message)
-            if len(rows[-1].results) < options.seeds and not failures:
-                failures.append(f"{name} failed: its process ended after {len(rows[-1].results)} of {options.seeds} seeds")
+        run_all(names, options, rows, failures)
     except KeyboardInterrupt:
-        interrupted = True
-    bar.close()
+        failures.append("interrupted: the table holds what had ended by then")
+        exit_status = 130
 
-    print(write_results([row for row in rows if row.results], describe_machine(options.device), vars(options), parsed.out))
+    ended = [row for row in rows if row.results]
+    if ended:
+        print(write_results(ended, describe_machine(options.device), vars(options), parsed.out))
     for failure in failures:
         print(failure, file=sys.stderr)
-    if interrupted:
-        print("interrupted: this is what had ended by then", file=sys.stderr)
-        return 130
-    return 1 if failures else 0
+    return exit_status or bool(failures)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ import json
 import platform
 import statistics
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from apex_amp._version import __version__
 from benchmarks.train_digits import OPT_LEVELS, TrainResult
 
 # CPU flags (Linux's names) of which one means that matrix products in the type run on hardware.
@@ -46,8 +46,7 @@ class Row:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     flags, model = _cpu_flags_and_model()
-    emulated = [] if device.type == "cuda" else [str(dtype).removeprefix("torch.") for dtype, hardware
-                                                 in HALF_FLAGS.items() if not flags & hardware]
+    emulated = [str(dtype) for dtype, hardware in HALF_FLAGS.items() if device.type == "cpu" and not flags & hardware]
     return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "cpu": model,
             "threads": torch.get_num_threads(), "system": platform.platform(), "emulated_types": emulated}
 
@@ -58,19 +57,18 @@ def _cpu_flags_and_model() -> tuple[set[str], str]:
     except OSError:
         return set(), platform.processor()
     values = {name.strip(): value.strip("\t :") for name, value in fields.items()}
-    return set((values.get("flags") or values.get("Features") or "").split()), values.get("model name", platform.machine())
+    flags = values.get("flags") or values.get("Features") or ""  # x86's and Arm's names
+    return set(flags.split()), values.get("model name", platform.machine())
 
 
 def write_results(rows: list[Row], machine: dict[str, Any], options: dict[str, Any], out: Path) -> str:
-    """Writes results.json and picture.png into `out`; returns the table. With no row there is nothing to write."""
-    if not rows:
-        return "no run has ended: nothing to report"
+    """Writes results.json and picture.png into `out`; returns the table. Every row has a result."""
     results = {"levels": {row.name: _row_json(row) for row in rows if row.name in OPT_LEVELS},
                "native": {row.name: _row_json(row) for row in rows if row.name not in OPT_LEVELS},
                "options": {name: value if isinstance(value, int) else str(value) for name, value in options.items()},
                "machine": machine,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                            "apex_amp": version("apex_amp")}}
+                            "apex_amp": __version__}}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(rows, out / "picture.png")
     return f"{table(rows, machine)}\n{out / 'results.json'}  {out / 'picture.png'}"
@@ -87,7 +85,7 @@ def table(rows: list[Row], machine: dict[str, Any]) -> str:
     header = ("level", "train loss", "test accuracy %", "skipped", "loss scale", "ms/iter", "speed vs O0",
               "peak MiB", "weights KiB", "masters KiB")
     base = next((row.ms_per_iteration for row in rows if row.name == "O0"), None)
-    emulated = {row.name for row in rows if str(ROW_TYPES.get(row.name)).removeprefix("torch.") in machine["emulated_types"]}
+    emulated = {row.name for row in rows if str(ROW_TYPES.get(row.name)) in machine["emulated_types"]}
     lines = [header] + [_cells(row, base, row.name in emulated) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = ["  ".join([line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])])
@@ -117,7 +115,7 @@ def _cells(row: Row, base_ms: float | None, emulated: bool) -> tuple[str, ...]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Loss curves (running mean, first seed to last averaged) and the loss-scale history of the first seed."""
+    """Loss curves and loss-scale histories; shade, dashes and marker tell the rows apart in greyscale too."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -128,10 +126,10 @@ def draw(rows: list[Row], path: Path) -> None:
     for index, row in enumerate(rows):
         iterations = len(row.results[0].loss_history)
         shade = plt.get_cmap("viridis")(0.85 * index / max(1, len(rows) - 1))
-        look = dict(color=shade, linestyle=styles[index % len(styles)], marker=markers[index % len(markers)],
-                    markevery=(index * iterations // (10 * len(rows)), max(1, iterations // 10)), markersize=5, label=row.name)
+        look = dict(label=row.name, color=shade, linestyle=styles[index], marker=markers[index], markersize=5,
+                    markevery=(index * iterations // (10 * len(rows)), max(1, iterations // 10)))
         mean = [statistics.mean(values) for values in zip(*row.column("loss_history"))]
-        loss_axes.plot(range(1, iterations + 1), _running_mean(mean, max(1, iterations // 50)), **look)
+        loss_axes.plot(range(1, iterations + 1), _running_mean(mean, max(1, iterations // 25)), **look)
         scale_axes.plot(range(1, iterations + 1), row.results[0].loss_scale_history, **look)
     loss_axes.set(title="Training loss (mean of the seeds)", xlabel="iteration", ylabel="cross-entropy", yscale="log")
     scale_axes.set(title="Loss scale (seed 0)", xlabel="iteration", ylabel="loss scale")
