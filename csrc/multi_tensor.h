@@ -1,0 +1,144 @@
+// What bindings.cpp hands to the CPU and CUDA executors: plain structs, no torch, no CUDA headers.
+//
+// Adding an elementwise op: its struct in elementwise.h, its dtypes in ElementDTypes below, one explicit
+// instantiation of run_elementwise_cpu and of run_elementwise_cuda, one binding.
+#pragma once
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "elementwise.h"
+
+namespace apex_amp {
+
+enum class DType : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
+
+constexpr int kMaxLists = 6;
+
+// `tensors` tensors in each of up to kMaxLists lists that are walked in step; one dtype per list. Everything in it
+// is host memory, valid during the call only; data[list][tensor] points to sizes[tensor] dense elements in the
+// memory of the device that runs the op. Lists that an op both reads and writes may be the same memory exactly.
+struct TensorTable {
+  int64_t tensors;
+  const int64_t* sizes;  // elements; 0 allowed
+  const int64_t* index;  // place of each tensor in the caller's list, for per-tensor arguments and results
+  void* const* data[kMaxLists];
+  DType dtype[kMaxLists];
+};
+
+// Where an op reports inputs that aren't finite; either may be null. The executors store 1.0f, and never clear.
+struct FoundInf {
+  float* any;         // one element
+  float* per_tensor;  // at TensorTable::index
+};
+
+struct Status {
+  enum Code { kOk, kUnsupportedDType, kCudaError };
+  Code code = kOk;
+  const char* detail = nullptr;  // static text
+};
+
+// ---- dtypes ---------------------------------------------------------------------------------------------------
+
+template <DType... D>
+struct DTypeSet {};
+using FloatTypes = DTypeSet<DType::kHalf, DType::kBFloat16, DType::kFloat>;
+using FloatAndDoubleTypes = DTypeSet<DType::kHalf, DType::kBFloat16, DType::kFloat, DType::kDouble>;
+
+// One DTypeSet per list.
+template <class... Sets>
+struct ListTypes {};
+
+template <class Element>
+struct ElementDTypes;
+template <>
+struct ElementDTypes<ScaleElement> {
+  using type = ListTypes<FloatAndDoubleTypes, FloatAndDoubleTypes>;
+};
+template <>
+struct ElementDTypes<AxpbyElement> {
+  using type = ListTypes<FloatTypes, FloatTypes, FloatTypes>;
+};
+template <>
+struct ElementDTypes<CopyElement> {
+  using type = ListTypes<FloatTypes, FloatTypes>;
+};
+
+template <DType D>
+using DTypeTag = std::integral_constant<DType, D>;
+
+// The registers' type: FP32 unless a list holds doubles.
+template <DType... D>
+using RegisterType = std::conditional_t<((D == DType::kDouble) || ...), double, float>;
+
+template <class F, class... Tags>
+Status dispatch_dtypes(const DType*, ListTypes<>, F f, Tags... tags) {
+  return f(tags...);
+}
+// Calls f(DTypeTag<dtype[0]>, DTypeTag<dtype[1]>, ...), one argument per list; kUnsupportedDType when a dtype isn't
+// in its list's set.
+template <class F, DType... D, class... Sets, class... Tags>
+Status dispatch_dtypes(const DType* dtype, ListTypes<DTypeSet<D...>, Sets...>, F f, Tags... tags) {
+  Status status{Status::kUnsupportedDType};
+  const auto matches = [&](auto tag) {
+    if (*dtype != tag.value) return false;
+    status = dispatch_dtypes(dtype + 1, ListTypes<Sets...>{}, f, tags..., tag);
+    return true;
+  };
+  (void)(matches(DTypeTag<D>{}) || ...);
+  return status;
+}
+
+// ---- sums of squares ------------------------------------------------------------------------------------------
+//
+// Each tensor is cut into chunks of kNormChunk elements counted from its first element. A chunk's squares are summed
+// in double, in an order that depends on nothing but the position in the chunk (each executor has its own); a
+// tensor's sum adds its chunks' in order, and the total adds the tensors' in the caller's order (a fixed tree is an
+// order too). So a norm's bits depend neither on alignment nor on the other tensors, thread count or launch shape,
+// and CPU and CUDA differ by the rounding of double sums only: their float norms agree to one unit in the last place.
+
+constexpr int64_t kNormChunk = 32768;
+
+// Doubles of scratch that the sums of `table` need.
+inline int64_t norm_scratch_size(const TensorTable& table) {
+  int64_t chunks = 0;
+  for (int64_t t = 0; t < table.tensors; ++t) chunks += (table.sizes[t] + kNormChunk - 1) / kNormChunk;
+  return chunks;
+}
+
+// ---- CPU executor ---------------------------------------------------------------------------------------------
+
+// at::parallel_for with the body as a function pointer, so that the executor obeys torch's thread count without
+// including torch: runs body(context, b, e) on disjoint ranges that cover [begin, end).
+using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain_size,
+                             void (*body)(void* context, int64_t begin, int64_t end), void* context);
+
+template <class Element>
+Status run_elementwise_cpu(const TensorTable& table, const typename Element::Args& args, FoundInf found_inf,
+                           ParallelFor parallel_for);
+
+// sums[table.index[t]] = sum of squares of tensor t (0 for an empty one). One list of any dtype.
+Status square_sums_cpu(const TensorTable& table, double* scratch, double* sums, ParallelFor parallel_for);
+
+// *total = sqrt(sums[0] + ... + sums[tensors - 1]); per_tensor[t] = sqrt(sums[t]) unless null.
+Status finish_norms_cpu(const double* sums, int64_t tensors, float* total, float* per_tensor);
+
+Status update_scale_cpu(const UpdateScaleArgs& args);
+
+// "avx2" or "scalar": the path this machine takes.
+const char* cpu_isa();
+
+// ---- CUDA executor --------------------------------------------------------------------------------------------
+//
+// The same functions with device memory behind every pointer in the arguments (the table itself stays on the host),
+// enqueued on `stream`, a cudaStream_t, of the current device. They return without waiting for the device, allocate
+// nothing, may be captured in a CUDA graph, and report a failed launch as kCudaError with CUDA's text.
+
+template <class Element>
+Status run_elementwise_cuda(const TensorTable& table, const typename Element::Args& args, FoundInf found_inf,
+                            void* stream);
+Status square_sums_cuda(const TensorTable& table, double* scratch, double* sums, void* stream);
+Status finish_norms_cuda(const double* sums, int64_t tensors, float* total, float* per_tensor, void* stream);
+Status update_scale_cuda(const UpdateScaleArgs& args, void* stream);
+
+}  // namespace apex_amp
