@@ -32,6 +32,7 @@ class Options:
     seeds: int
     epochs: int
     width: int
+    threads: int
     device: torch.device
 
 
@@ -46,6 +47,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="where to train: cpu, cuda or cuda:INDEX")
     parser.add_argument("--width", type=_positive, metavar="N", default=argparse.SUPPRESS,
                         help=f"channels of the first convolution (default: {CPU_WIDTH} on a CPU, {GPU_WIDTH} on a GPU)")
+    parser.add_argument("--threads", type=_positive, default=1, metavar="N",
+                        help="CPU threads; a net this small gains little from more, and loses much on busy cores")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"), metavar="DIR",
                         help="folder for results.json and picture.png")
     parser.add_argument("--quick", action="store_true", help="at most 2 seeds and 5 epochs: 90 seconds on 2 cores")
@@ -103,6 +106,7 @@ def run_row(connection: Connection, name: str, options: Options) -> None:
     Sends "epoch" after each epoch, (TrainResult, peak bytes) after each seed, and an error's text if there is one.
     """
     try:
+        torch.set_num_threads(options.threads)
         for seed in range(options.seeds):
             peak = start_memory_watch(options.device)
             result = train(name, seed, options.epochs, options.width, options.device,
@@ -154,7 +158,7 @@ def run_all(names: list[str], options: Options, rows: list[Row], failures: list[
 
 def main(arguments: list[str] | None = None) -> int:
     parsed = parse_arguments(arguments)
-    options = Options(parsed.seeds, parsed.epochs, parsed.width, parsed.device)
+    options = Options(parsed.seeds, parsed.epochs, parsed.width, parsed.threads, parsed.device)
     names = [name for level in parsed.opt_levels for name in (level, NATIVE_TWIN.get(level)) if name]
     parsed.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

@@ -48,7 +48,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     flags, model = _cpu_flags_and_model()
     emulated = [str(dtype) for dtype, hardware in HALF_FLAGS.items() if device.type == "cpu" and not flags & hardware]
     return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "cpu": model,
-            "threads": torch.get_num_threads(), "system": platform.platform(), "emulated_types": emulated}
+            "system": platform.platform(), "emulated_types": emulated}
 
 
 def _cpu_flags_and_model() -> tuple[set[str], str]:
@@ -71,7 +71,7 @@ def write_results(rows: list[Row], machine: dict[str, Any], options: dict[str, A
                             "apex_amp": __version__}}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(rows, out / "picture.png")
-    return f"{table(rows, machine)}\n{out / 'results.json'}  {out / 'picture.png'}"
+    return f"{table(rows, machine, options['threads'])}\n{out / 'results.json'}  {out / 'picture.png'}"
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _row_json(row: Row) -> dict[str, Any]:
             "master_bytes": row.results[0].master_bytes}
 
 
-def table(rows: list[Row], machine: dict[str, Any]) -> str:
+def table(rows: list[Row], machine: dict[str, Any], threads: int) -> str:
     header = ("level", "train loss", "test accuracy %", "skipped", "loss scale", "ms/iter", "speed vs O0",
               "peak MiB", "weights KiB", "masters KiB")
     base = next((row.ms_per_iteration for row in rows if row.name == "O0"), None)
@@ -91,7 +91,7 @@ def table(rows: list[Row], machine: dict[str, Any]) -> str:
     text = ["  ".join([line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])])
             for line in lines]
     text.insert(1, "-" * len(text[0]))
-    text.append(f"{len(rows[0].results)} seeds on {machine['device']} ({machine['cpu']}, {machine['threads']} threads); "
+    text.append(f"Seeds: {len(rows[0].results)}, on {machine['device']} ({machine['cpu']}, threads: {threads}); "
                 "accuracy as mean ± standard deviation, the rest as mean or median over seeds.")
     text.append("Peak: allocated on the GPU." if machine["device"] != "CPU" else
                 "Peak: resident memory of the level's own process beyond what it had before the model was made; "
