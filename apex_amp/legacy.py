@@ -197,7 +197,7 @@ class _FaceFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         elsewhere = _EXTRA_NAMES.get(spec.name, {})
         exported = [n for n in names if f"{spec.name}.{n}" not in _FACES and n not in elsewhere]
         # Copied, not only forwarded: scripts look into `amp.__dict__`.
-        face.__dict__.update({n: getattr(target, n) for n in exported}, __all__=exported, _target=target)
+        face.__dict__.update({n: getattr(target, n) for n in exported}, __all__=[*exported, *elsewhere], _target=target)
         return face
 
     def exec_module(self, module: types.ModuleType) -> None:
