@@ -180,8 +180,8 @@ class _FaceFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith("apex.") or not isinstance(sys.modules.get("apex"), Face):
             return None
         if name not in _FACES:
-            # Not ModuleNotFoundError: `from apex import name` would swallow it together with what it says.
-            raise ImportError(_no_such_name(name), name=name)
+            # Without name=: `from apex import x` swallows an error that has the name it looks for, and its words.
+            raise ModuleNotFoundError(_no_such_name(name))
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
