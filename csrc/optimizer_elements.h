@@ -34,6 +34,10 @@ struct Average {
   APEX_AMP_HD float operator()(float average, float x) const { return beta * average + rest * x; }
 };
 
+// factor * x; 0 for a factor of 0, whatever x. The choice comes before the product, because the
+// compiler vectorizes no branch around arithmetic.
+APEX_AMP_HD float times(float factor, float x) { return factor * (factor != 0.0f ? x : 0.0f); }
+
 // ---- Adam and LAMB: bias corrections -----------------------------------------------------------------------------
 
 // {1 - beta1^step, sqrt(1 - beta2^step)}, or ones.
@@ -96,13 +100,10 @@ struct AdamElement {
   APEX_AMP_HD bool skip() const { return skipped; }
   template <class R>
   APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
-    R gradient = r[0] * inv_scale;
-    if (l2 != 0.0f) gradient += l2 * r[1];
+    const R gradient = r[0] * inv_scale + times(l2, r[1]);
     r[2] = first(r[2], gradient);
     r[3] = second(r[3], gradient * gradient);
-    R update = step_size * (r[2] / (sqrtf(r[3]) * second_correction + eps));
-    if (shrink != 0.0f) update += shrink * r[1];
-    r[1] -= update;
+    r[1] -= step_size * (r[2] / (sqrtf(r[3]) * second_correction + eps)) + times(shrink, r[1]);
     if constexpr (kCopy) r[4] = r[1];
     return 0;
   }
@@ -134,28 +135,24 @@ struct SgdElement {
   APEX_AMP_HD SgdElement(const Args& args, int64_t)
       : skipped(args.gradient.skip()), inv_scale(args.gradient.inv_scale.load()), lr(args.lr.load()),
         keep(args.first_run ? 0.0f : args.momentum), take(args.first_run ? 1.0f : args.undamped),
-        ahead(args.nesterov ? args.momentum : 0.0f),
+        direct(args.nesterov ? 1.0f : 0.0f), through(args.nesterov ? args.momentum : 1.0f),
         decay_before(args.decay_after_momentum ? 0.0f : args.weight_decay),
-        decay_after(args.decay_after_momentum ? args.weight_decay : 0.0f), first_run(args.first_run) {}
+        decay_after(args.decay_after_momentum ? args.weight_decay : 0.0f) {}
   APEX_AMP_HD bool skip() const { return skipped; }
   template <class R>
   APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
-    R update = r[0] * inv_scale;
-    if (decay_before != 0.0f) update += decay_before * r[1];
+    R update = r[0] * inv_scale + times(decay_before, r[1]);
     if constexpr (kMomentum) {
-      const R moved = take * update;
-      r[2] = first_run ? moved : keep * r[2] + moved;
-      update = ahead != 0.0f ? update + ahead * r[2] : r[2];
+      r[2] = times(keep, r[2]) + take * update;
+      update = direct * update + through * r[2];
     }
-    if (decay_after != 0.0f) update += decay_after * r[1];
-    r[1] -= lr * update;
+    r[1] -= lr * (update + times(decay_after, r[1]));
     if constexpr (kCopy) r[kLists - 1] = r[1];
     return 0;
   }
 
   bool skipped;
-  float inv_scale, lr, keep, take, ahead, decay_before, decay_after;
-  bool first_run;
+  float inv_scale, lr, keep, take, direct, through, decay_before, decay_after;
 };
 
 // ---- LAMB --------------------------------------------------------------------------------------------------------
@@ -174,18 +171,17 @@ struct LambArgs {
 // The update before the trust ratio, from moments that are up to date.
 struct LambUpdate {
   APEX_AMP_HD LambUpdate(const LambArgs& args, int64_t tensor)
-      : decay(args.decoupled ? args.weight_decay : 0.0f), eps(args.eps) {
+      : decoupled(args.decoupled ? args.weight_decay : 0.0f), eps(args.eps) {
     const StepFactors corrections = args.factors.load(tensor);
     first_correction = 1.0f / corrections.first;
     second_correction = 1.0f / corrections.second;
   }
   template <class R>
   APEX_AMP_HD R operator()(R parameter, R exp_avg, R exp_avg_sq) const {
-    const R update = exp_avg * first_correction / (sqrtf(exp_avg_sq) * second_correction + eps);
-    return decay != 0.0f ? update + decay * parameter : update;
+    return exp_avg * first_correction / (sqrtf(exp_avg_sq) * second_correction + eps) + times(decoupled, parameter);
   }
 
-  float decay, eps, first_correction, second_correction;
+  float decoupled, eps, first_correction, second_correction;
 };
 
 // First stage: moves the moments. Sums the squares of parameter and update.
@@ -204,8 +200,7 @@ struct LambMomentsElement {
   APEX_AMP_HD bool skip() const { return skipped; }
   template <class R>
   APEX_AMP_HD void operator()(R (&r)[kLists], R (&terms)[kSums]) const {
-    R gradient = r[0] * factor;
-    if (l2 != 0.0f) gradient += l2 * r[1];
+    const R gradient = r[0] * factor + times(l2, r[1]);
     r[2] = first(r[2], gradient);
     r[3] = second(r[3], gradient * gradient);
     terms[0] = r[1];
@@ -293,29 +288,25 @@ struct NovoGradElement {
   static constexpr unsigned kReads = 0b111, kWrites = 0b110u | unsigned{kCopy} << 3;
 
   APEX_AMP_HD NovoGradElement(const Args& args, int64_t tensor)
-      : skipped(args.gradient.skip()), reg_inside_moment(args.reg_inside_moment), first(args.first),
-        weight_decay(args.weight_decay) {
+      : skipped(args.gradient.skip()), first(args.first), inv_scale(args.gradient.inv_scale.load()),
+        l2(args.reg_inside_moment ? args.weight_decay : 0.0f),
+        shrink(args.reg_inside_moment ? 0.0f : args.lr.load() * args.weight_decay) {
     const StepFactors factors = args.factors.load(tensor);
-    inv_scale = args.gradient.inv_scale.load() / (reg_inside_moment ? factors.second : 1.0f);
-    step_size = args.lr.load() / factors.first / (reg_inside_moment ? 1.0f : factors.second);
-    decay_step = args.lr.load() * weight_decay;
+    step_size = args.lr.load() / factors.first;
+    (args.reg_inside_moment ? inv_scale : step_size) /= factors.second;
   }
   APEX_AMP_HD bool skip() const { return skipped; }
   template <class R>
   APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
-    R gradient = r[0] * inv_scale;
-    if (reg_inside_moment) gradient += weight_decay * r[1];
-    r[2] = first(r[2], gradient);
-    R update = step_size * r[2];
-    if (!reg_inside_moment) update += decay_step * r[1];
-    r[1] -= update;
+    r[2] = first(r[2], r[0] * inv_scale + times(l2, r[1]));
+    r[1] -= step_size * r[2] + times(shrink, r[1]);
     if constexpr (kCopy) r[3] = r[1];
     return 0;
   }
 
-  bool skipped, reg_inside_moment;
+  bool skipped;
   Average first;
-  float weight_decay, inv_scale, step_size, decay_step;
+  float inv_scale, l2, shrink, step_size;
 };
 
 // ---- Adagrad -----------------------------------------------------------------------------------------------------
@@ -366,12 +357,9 @@ struct AdagradElement {
   APEX_AMP_HD bool skip() const { return skipped; }
   template <class R>
   APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
-    R gradient = r[0] * inv_scale;
-    if (l2 != 0.0f) gradient += l2 * r[1];
+    const R gradient = r[0] * inv_scale + times(l2, r[1]);
     r[2] += gradient * gradient;
-    R update = step_size * (gradient / (sqrtf(r[2]) + eps));
-    if (shrink != 0.0f) update += shrink * r[1];
-    r[1] -= update;
+    r[1] -= step_size * (gradient / (sqrtf(r[2]) + eps)) + times(shrink, r[1]);
     if constexpr (kCopy) r[3] = r[1];
     return 0;
   }
