@@ -186,13 +186,21 @@ class TensorLists {
   int64_t size() const { return static_cast<int64_t>(lists_[0].size()); }
   const at::Tensor& tensor(size_t list, int64_t i) const { return *lists_[list][i]; }
 
-  size_t lists() const { return lists_.size(); }
-  std::string dtype_in(const Group& group, size_t list) const {
-    return text(arguments_[list].name, " ", dtype_name(tensor(list, group.index[0]).scalar_type()));
+  std::array<DType, kMaxLists> dtypes(int64_t i) const {
+    std::array<DType, kMaxLists> dtypes{};
+    for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
+    return dtypes;
+  }
+  std::string dtype_names(int64_t i) const {
+    std::string names;
+    for (size_t l = 0; l < lists_.size(); ++l) {
+      names += text(l ? ", " : "", arguments_[l].name, " ", dtype_name(tensor(l, i).scalar_type()));
+    }
+    return names;
   }
 
+  // To be called once: it copies what can't be walked in place.
   const std::vector<Group>& groups() {
-    if (!groups_.empty()) return groups_;
     for (int64_t i = 0; i < size(); ++i) {
       if (tensor(0, i).numel() != 0) add_to_group(i);
     }
@@ -275,8 +283,7 @@ class TensorLists {
   }
 
   Group& group_for(int64_t i) {
-    std::array<DType, kMaxLists> dtypes{};
-    for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
+    const std::array<DType, kMaxLists> dtypes = this->dtypes(i);
     const at::Device device = tensor(0, i).device();
     const auto found = std::find_if(groups_.rbegin(), groups_.rend(), [&](const Group& group) {
       return group.device == device && group.dtypes == dtypes;
@@ -389,14 +396,17 @@ class Flags {
 
 // Refuses, before anything is written, dtypes that Element has no kernel for.
 template <class Element>
-void require_kernels(const Call& call, TensorLists& lists) {
-  for (const Group& group : lists.groups()) {
+void require_kernels(const Call& call, const TensorLists& lists) {
+  std::array<DType, kMaxLists> checked{};
+  for (int64_t i = 0; i < lists.size(); ++i) {
+    const std::array<DType, kMaxLists> dtypes = lists.dtypes(i);
+    if (i > 0 && dtypes == checked) continue;
+    checked = dtypes;
     const auto exists = [](auto...) { return Status{}; };
-    if (dispatch_dtypes(group.dtypes.data(), typename ElementDTypes<Element>::type{}, exists).code == Status::kOk) continue;
-    std::string dtypes;
-    for (size_t l = 0; l < lists.lists(); ++l) dtypes += text(l ? ", " : "", lists.dtype_in(group, l));
-    call.fail<py::type_error>("dtypes of the lists", "float32 state, and model_params in half precision of float32 params",
-                              dtypes);
+    if (dispatch_dtypes(dtypes.data(), typename ElementDTypes<Element>::type{}, exists).code == Status::kOk) continue;
+    call.fail<py::type_error>(text("dtypes at position ", i),
+                              "float32 state, and half-precision model_params of float32 params only",
+                              lists.dtype_names(i));
   }
 }
 
@@ -595,7 +605,7 @@ struct StepArguments {
 class StepCounts {
  public:
   StepCounts(Call& call, int64_t parameters, std::vector<ListArgument> lists) : call_(call) {
-    if (PyNumber_Check(lists[0].object.ptr()) && !PyList_Check(lists[0].object.ptr())) {
+    if (PyFloat_Check(lists[0].object.ptr()) || PyLong_Check(lists[0].object.ptr())) {
       number_ = lists[0].object.cast<double>();
       return;
     }
@@ -632,7 +642,7 @@ class StepCounts {
 };
 
 template <template <bool> class Element>
-void require_update_kernels(const Call& call, TensorLists& lists, bool copies) {
+void require_update_kernels(const Call& call, const TensorLists& lists, bool copies) {
   copies ? require_kernels<Element<true>>(call, lists) : require_kernels<Element<false>>(call, lists);
 }
 
