@@ -339,18 +339,18 @@ def test_grad_scaler_of_torch_drives_the_step(case: tuple) -> None:
     params, twins = make_params(), make_params()
     fused, plain = make(name, groups_of(params), **given), make(name, groups_of(twins), **given)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
+    for step in range(5):
         set_grads(params, step, torch.float32)
         set_grads(twins, step, torch.float32)
         for param in params:
             if param.grad is not None:
                 param.grad *= scaler.get_scale()
         scaler.scale(torch.ones(()))
-        if step == 2:
+        if step == 3:
             params[0].grad.fill_(torch.nan)
         scaler.step(fused)
         scaler.update()
-        if step != 2:
+        if step != 3:
             plain.step()
     assert scaler.get_scale() == 512.0
     assert_equal(everything_of(fused), everything_of(plain))
