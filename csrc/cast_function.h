@@ -1,4 +1,4 @@
-// The compiled cast callable and its weight cache; see cast_function.cpp.
+// The compiled cast callable, its cast state and its weight cache; see cast_function.cpp.
 #pragma once
 #include <Python.h>
 

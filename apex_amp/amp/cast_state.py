@@ -1,0 +1,59 @@
+"""What casts aim at, in the process and in each thread, and the weight cache's controls.
+
+A cast type is torch.float16, torch.bfloat16, or None for no casts. The innermost `cast_scope` of the
+calling thread decides; outside any scope the process default does.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+
+from apex_amp import _C
+
+__all__ = ["cast_scope", "clear_weight_cache", "current_cast_type", "disable_casts", "set_cast_devices",
+           "set_default_cast_type"]
+
+state = _C.CastState()  # its `cast_type` is the calling thread's
+devices: frozenset[str] | None = None  # device types that are cast; None: all
+
+
+def cast_scope(cast_type: torch.dtype | None, forward: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Context manager: inside it, patched functions of this thread cast to `cast_type`.
+
+    None means plain torch. Scopes nest, and exceptions leave them like any other exit.
+    `forward=True` marks the forward of an initialized model; the outermost one bounds the life of the
+    weight cache's short-lived entries.
+    """
+    return _C.cast_scope(cast_type, forward)
+
+
+def disable_casts() -> contextlib.AbstractContextManager[None]:
+    """Context manager: inside it, this thread runs plain torch, in the dtypes its tensors have."""
+    return _C.cast_scope(None)
+
+
+def current_cast_type() -> torch.dtype | None:
+    """The type casts of the calling thread aim at now; None while casts are off."""
+    return _C.current_cast_type()
+
+
+def set_default_cast_type(cast_type: torch.dtype | None) -> None:
+    """Sets what holds outside any scope, in all threads."""
+    _C.set_default_cast_type(cast_type)
+
+
+def set_cast_devices(device_types: Iterable[str]) -> None:
+    """Sets the device types ("cpu", "cuda", ...) whose tensors are cast; others are left as they are."""
+    global devices
+    devices = frozenset(device_types)
+    _C.set_cast_devices(devices)
+
+
+def clear_weight_cache() -> None:
+    """Forgets every cached cast of a parameter.
+
+    Needed only after parameters were written through a raw pointer; all other writes are noticed.
+    """
+    _C.clear_weight_cache()

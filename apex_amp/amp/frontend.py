@@ -1,0 +1,418 @@
+"""The words a training script says: initialize, master_params, state_dict, load_state_dict and their kin."""
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from typing import Any, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from . import patching
+from ._state import Options, Setup, process, refresh_casts
+from .amp_optimizer import Stash, stash_of, unwrap_optimizer, wrap_optimizer
+from .master_weights import MasterWeights
+from .model_cast import (ModelCast, cast_of, cast_weights, keep_module_fp32, serve_fp32_state_dict, unwrap_model,
+                         wrap_model)
+from .scaler import LossScaler
+
+_half, _bfloat16, _float = torch.float16, torch.bfloat16, torch.float32
+
+# opt_level, cast_model_type, patch_torch_functions, its type, keep_batchnorm_fp32, master_weights, loss_scale
+OPT_LEVELS = {
+    "O0": Options("O0", _float, False, None, None, False, 1.0),
+    "O1": Options("O1", None, True, _half, None, None, "dynamic"),
+    "O2": Options("O2", _half, False, None, True, True, "dynamic"),
+    "O3": Options("O3", _half, False, None, False, False, 1.0),
+    "O4": Options("O4", None, True, _bfloat16, None, None, 1.0),
+    "O5": Options("O5", _bfloat16, False, None, True, True, 1.0),
+}
+
+BRIEFS = {
+    "O0": "Pure FP32 training.",
+    "O1": "Insert automatic casts around PyTorch functions and Tensor methods.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "Pure FP16 training.",
+    "O4": "Insert automatic casts to bfloat16 around PyTorch functions and Tensor methods.",
+    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+}
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    patch_torch_functions_type: torch.dtype | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0 ** 24,
+    keep_fp32_modules: Sequence[type | str] = (),
+) -> Any:
+    """Prepares models and optimizers for mixed-precision training at `opt_level`; both are changed in place.
+
+    Call it after the models and optimizers are made and before a model is wrapped for parallel training or compiled. It may be
+    called many times: each call has its own level and loss scalers, and a model or optimizer that comes again is set up
+    anew from its FP32 weights.
+
+    Args:
+        models: a module, or a list or tuple of them, with FP32 parameters.
+        optimizers: an optimizer, a list or tuple of them, or None for inference.
+        enabled: False makes this and every other amp call a no-op.
+        opt_level: "O0" (FP32), "O1" (casts around functions), "O2" (half model, FP32 masters), "O3" (all half), and "O4",
+            "O5", the bfloat16 twins of O1 and O2.
+        cast_model_type, patch_torch_functions, patch_torch_functions_type, keep_batchnorm_fp32, master_weights: override
+            the level's property of that name; None leaves it.
+        loss_scale: "dynamic", or a positive number (or its string) that stays; None: the level's own.
+        cast_model_outputs: dtype of forward's floating outputs; None: FP32 where the model is cast, else untouched.
+        num_losses: how many loss scalers, chosen by `scale_loss(..., loss_id=...)`.
+        verbosity: 0 prints nothing, 1 prints set-up and overflows, 2 also names the parameters that overflowed.
+        min_loss_scale, max_loss_scale: limits of a dynamic scale; no minimum means 2**-10.
+        keep_fp32_modules: module types or qualified names that stay FP32 where the model is cast (LayerNorm, for instance).
+
+    Returns:
+        The same objects in the same shape: models alone where optimizers is None, else (models, optimizers).
+
+    Raises:
+        RuntimeError: an unknown level, an override that contradicts it, or a model that is already half, wrapped or scripted.
+        TypeError, ValueError: an argument of another kind. Nothing has been changed when an error is raised.
+    """
+    model_list = _as_list("models", models, nn.Module, "a torch.nn.Module")
+    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, None, "an optimizer")
+    returned = models if optimizers is None else (models, optimizers)
+    if not enabled:
+        process.latest, process.was_initialized = None, True
+        return returned
+
+    options = _options(opt_level, dict(
+        cast_model_type=cast_model_type, patch_torch_functions=patch_torch_functions,
+        patch_torch_functions_type=patch_torch_functions_type, keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights, loss_scale=loss_scale))
+    targets = [getattr(model, "_orig_mod", model) for model in model_list]  # torch.compile's wrapper follows its module
+    _check_models(targets, options)
+    _check_optimizers(optimizer_list)
+    stays_fp32 = _keep_fp32_rule(options, keep_fp32_modules, targets)
+    scalers = _make_scalers(options.loss_scale, num_losses, min_loss_scale, max_loss_scale)
+    _check_dtype("cast_model_outputs", cast_model_outputs)
+
+    setup = Setup(options, scalers, int(verbosity))
+    for optimizer in optimizer_list:
+        if stash_of(optimizer) is not None:
+            unwrap_optimizer(optimizer)
+    for model in targets:
+        if cast_of(model) is not None:
+            unwrap_model(model)
+    fp32_values: dict[torch.Tensor, torch.Tensor] = {}
+    for model in targets:
+        _set_up_model(model, options, cast_model_outputs, stays_fp32, keep_fp32_modules, fp32_values)
+    for optimizer in optimizer_list:
+        wrap_optimizer(optimizer, setup, fp32_values if options.master_weights else None)
+        _give_masters_to_models(stash_of(optimizer).masters, targets)
+        setup.optimizers.append(weakref.ref(optimizer))
+    device = next((parameter.device for model in targets for parameter in model.parameters()), torch.device("cpu"))
+    for scaler in scalers:
+        scaler.to(device)
+    _announce(setup)
+    _register(setup, targets)
+    return returned
+
+
+def _set_up_model(model: nn.Module, options: Options, cast_model_outputs: torch.dtype | None, stays_fp32: Any,
+                  keep_fp32_modules: Sequence[type | str], fp32_values: dict[torch.Tensor, torch.Tensor]) -> None:
+    dtype = options.cast_model_type or None
+    output_type = cast_model_outputs if cast_model_outputs is not None else (None if dtype is None else _float)
+    if dtype is not None:
+        islands = [module for name, module in model.named_modules() if _is_listed(name, module, keep_fp32_modules)]
+        cast_weights(model, dtype, stays_fp32, fp32_values)
+        if dtype != _float:
+            serve_fp32_state_dict(model)
+            for module in islands:
+                keep_module_fp32(module, dtype)
+    wrap_model(model, ModelCast(options.cast_type, dtype, output_type))
+
+
+def _give_masters_to_models(masters: MasterWeights | None, models: list[nn.Module]) -> None:
+    """Each model keeps the masters of its own parameters in step with itself, also when its optimizer is gone."""
+    if masters is None:
+        return
+    for model in models:
+        own = set(map(id, model.parameters()))
+        if any(id(parameter) in own for parameter in masters.model_params):
+            cast_of(model).masters.append(masters)
+
+
+def _register(setup: Setup, models: list[nn.Module]) -> None:
+    def forget_dead_setup(_: Any = None) -> None:
+        if not setup.alive_models() and setup in process.alive:
+            process.alive.remove(setup)
+            refresh_casts()
+
+    for earlier in process.alive:
+        earlier.models = [ref for ref in earlier.models if ref() not in models]
+    process.alive = [earlier for earlier in process.alive if earlier.alive_models()]
+    setup.models = [weakref.ref(model, forget_dead_setup) for model in models]
+    process.alive.append(setup)
+    process.latest, process.was_initialized = setup, True
+    if setup.options.cast_type is not None:
+        patching.install()
+    refresh_casts()
+
+
+def _announce(setup: Setup) -> None:
+    options = setup.options
+    setup.say(f"Selected optimization level {options.opt_level}:  {BRIEFS[options.opt_level]}")
+    for field in dataclasses.fields(options):
+        setup.say(f"{field.name:26} : {getattr(options, field.name)}")
+
+
+# --- checks: all of them before anything changes -------------------------------------------------------------------
+
+def _as_list(name: str, given: Any, kind: type | None, wanted: str) -> list:
+    if isinstance(given, (list, tuple)):
+        listed = list(given)
+    elif isinstance(given, (dict, set, str)) or given is None:
+        raise TypeError(f"{name} must be {wanted}, or a list or tuple of them, got {type(given).__name__}")
+    else:
+        listed = [given]
+    for index, item in enumerate(listed):
+        if not (hasattr(item, "param_groups") if kind is None else isinstance(item, kind)):
+            which = f"{name}[{index}]" if isinstance(given, (list, tuple)) else name
+            raise TypeError(f"{which} must be {wanted}, got {type(item).__name__}")
+    return list({id(item): item for item in listed}.values()) if kind is not None else listed
+
+
+def _options(opt_level: str, overrides: dict[str, Any]) -> Options:
+    if opt_level not in OPT_LEVELS:
+        raise RuntimeError(f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. Note "
+                           "that in 'O0', 'O1' etc. the prefix O is the letter O, not the number zero.")
+    patched = opt_level in ("O1", "O4")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if patched:
+        _refuse_at_patched_level(opt_level, given)
+    else:
+        for name in ("patch_torch_functions", "patch_torch_functions_type"):
+            if given.get(name):
+                raise RuntimeError(f"{name}={given[name]} makes no sense at {opt_level}, which casts the model's weights: choose "
+                                   "opt_level='O1' or 'O4' for casts around functions.")
+    if "keep_batchnorm_fp32" in given:
+        given["keep_batchnorm_fp32"] = _parse_bool("keep_batchnorm_fp32", given["keep_batchnorm_fp32"])
+    if "loss_scale" in given:
+        given["loss_scale"] = _parse_loss_scale(given["loss_scale"])
+    if given.get("cast_model_type") is False:
+        given["cast_model_type"] = None
+    _check_dtype("cast_model_type", given.get("cast_model_type"))
+    return dataclasses.replace(OPT_LEVELS[opt_level], **given)
+
+
+def _refuse_at_patched_level(opt_level: str, given: dict[str, Any]) -> None:
+    level_type = OPT_LEVELS[opt_level].patch_torch_functions_type
+    if given.get("cast_model_type", False) not in (False, _float):
+        raise RuntimeError(f"cast_model_type={given['cast_model_type']} makes no sense at {opt_level}, which casts around functions and "
+                           "leaves the model's weights FP32: choose opt_level='O2' or 'O3' for a cast model.")
+    if "keep_batchnorm_fp32" in given:
+        raise RuntimeError(f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']} makes no sense at {opt_level}: batchnorm functions run in "
+                           "FP32 there anyway. Leave it None, or choose opt_level='O2' or 'O3'.")
+    if "master_weights" in given:
+        raise RuntimeError(f"master_weights={given['master_weights']} makes no sense at {opt_level}: the model's weights are FP32 already. "
+                           "Leave it None, or choose opt_level='O2'.")
+    if given.get("patch_torch_functions_type", level_type) != level_type:
+        raise RuntimeError(f"patch_torch_functions_type={given['patch_torch_functions_type']} at {opt_level}: O1 casts to torch.float16 and O4 "
+                           "to torch.bfloat16; choose the level for the type.")
+
+
+def _parse_bool(name: str, value: Any) -> bool:
+    if value in (True, "True"):
+        return True
+    if value in (False, "False"):
+        return False
+    raise ValueError(f"{name} must be a boolean, the string 'True' or 'False', or None, got {value!r}")
+
+
+def _parse_loss_scale(value: Any) -> float | str:
+    if value == "dynamic":
+        return value
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"loss_scale must be 'dynamic' or a number, got {value!r}") from None
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"loss_scale must be positive and finite, got {value!r}")
+    return scale
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+
+
+def _make_scalers(loss_scale: float | str, num_losses: int, minimum: float | None, maximum: float) -> list[LossScaler]:
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses must be an integer of at least 1, got {num_losses!r}")
+    maximum = 2.0 ** 24 if maximum is None else float(maximum)
+    if maximum <= 0 or (minimum is not None and not 0 <= float(minimum) <= maximum):
+        raise ValueError(f"loss scale limits must be 0 <= min_loss_scale <= max_loss_scale, got {minimum!r} and {maximum!r}")
+    return [LossScaler(loss_scale, minimum or None, maximum) for _ in range(num_losses)]
+
+
+def _check_models(models: list[nn.Module], options: Options) -> None:
+    for model in models:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to "
+                               "the model(s) AFTER they have been returned from amp.initialize.")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise RuntimeError("Incoming model is a ScriptModule, whose forward can't be changed any more: call amp.initialize "
+                               "first, then torch.jit.script.")
+        casts = options.cast_model_type not in (None, _float)
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "device_mesh") and casts:
+                raise RuntimeError(f"parameter {name} is sharded (a DTensor), and {options.opt_level} would replace it by a low-precision one: "
+                                   "with fully_shard use O1 or O4.")
+        if cast_of(model) is None and not process.allow_incoming_model_not_fp32:
+            for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+                for name, tensor in tensors:
+                    if tensor.dtype in (_half, _bfloat16):
+                        raise RuntimeError(f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32. When using "
+                                           "amp.initialize, you do not need to call .half() or .bfloat16() on your model "
+                                           "before passing it, no matter what optimization level you choose.")
+
+
+def _check_optimizers(optimizers: list) -> None:
+    for index, optimizer in enumerate(optimizers):
+        if any(optimizer is earlier for earlier in optimizers[:index]):
+            raise ValueError(f"optimizers[{index}] ({type(optimizer).__name__}) was passed twice to amp.initialize")
+
+
+def _is_listed(name: str, module: nn.Module, listed: Sequence[type | str]) -> bool:
+    return any(name == item if isinstance(item, str) else isinstance(module, item) for item in listed)
+
+
+def _keep_fp32_rule(options: Options, listed: Sequence[type | str], models: list[nn.Module]) -> Any:
+    """The predicate (name, module) -> bool for modules that stay FP32; refuses a name that no module has."""
+    if isinstance(listed, (str, type)):
+        raise TypeError(f"keep_fp32_modules must be a list of module types or names, got {listed!r} alone")
+    for item in listed:
+        if isinstance(item, str):
+            if not any(item == name for model in models for name, _ in model.named_modules()):
+                raise ValueError(f"keep_fp32_modules: no module is called {item!r}; names are those of model.named_modules()")
+        elif not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"keep_fp32_modules must hold module types or names, got {item!r}")
+
+    def stays_fp32(name: str, module: nn.Module) -> bool:
+        is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        return bool(options.keep_batchnorm_fp32) and is_batchnorm or _is_listed(name, module, listed)
+
+    return stays_fp32
+
+
+# --- after initialize ------------------------------------------------------------------------------------------------
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Iterates over the FP32 parameters that `optimizer` updates: the masters at O2 and O5, else the model's own.
+
+    Clip these: `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
+    """{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...} of the last `amp.initialize`; {} with enabled=False.
+
+    Masters are in the model's state_dict, so model, optimizer and this together are the whole training state.
+    """
+    _require_initialize("amp.state_dict")
+    destination = {} if destination is None else destination
+    for index, scaler in enumerate(process.latest.loss_scalers if process.latest else []):
+        destination[f"loss_scaler{index}"] = scaler.state_dict()
+    return destination
+
+
+def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
+    """Restores the loss scalers of the last `amp.initialize`; also from files that Apex wrote.
+
+    With another number of losses, what fits is loaded and a warning says what was left.
+    """
+    _require_initialize("amp.load_state_dict")
+    setup = process.latest
+    if setup is None:
+        return
+    known = {f"loss_scaler{index}": scaler for index, scaler in enumerate(setup.loss_scalers)}
+    unknown = [key for key in state_dict if key not in known and key.startswith("loss_scaler")]
+    strange = [key for key in state_dict if not key.startswith("loss_scaler")]
+    if strange:
+        raise RuntimeError(f"amp.load_state_dict: unexpected keys {strange}: expected the dictionary that amp.state_dict() returned")
+    for key, scaler in known.items():
+        if key in state_dict:
+            scaler.load_state_dict(state_dict[key])
+    missing = [key for key in known if key not in state_dict]
+    if unknown or missing:
+        setup.warn(f"amp.load_state_dict: the checkpoint has {len(state_dict)} loss scalers and this run {len(known)}; not loaded: "
+                   f"{unknown or 'none'}; left at their start: {missing or 'none'}")
+
+
+def loss_scale(loss_id: int = 0) -> float:
+    """The current scale of one loss of the last `amp.initialize`; 1.0 with enabled=False. On a GPU this waits for it."""
+    _require_initialize("amp.loss_scale")
+    if process.latest is None:
+        return 1.0
+    scalers = process.latest.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        raise IndexError(f"amp.loss_scale: loss_id must be from 0 to {len(scalers) - 1}, got {loss_id!r}")
+    return scalers[loss_id].loss_scale()
+
+
+def last_step_skipped(optimizer: Any) -> bool:
+    """Whether the last `optimizer.step()` changed nothing because of a gradient overflow."""
+    return _stash(optimizer, "amp.last_step_skipped").last_step_skipped()
+
+
+def overflow_report() -> list[str]:
+    """Names of the parameters whose gradients were not finite at the last overflow of the last `amp.initialize`.
+
+    [] before the first overflow.
+    """
+    _require_initialize("amp.overflow_report")
+    return [] if process.latest is None else list(process.latest.overflow_report)
+
+
+def sync_masters(model: nn.Module) -> None:
+    """Takes the model's low-precision values over into its FP32 masters, after writes through `.data` that nothing else sees."""
+    cast = cast_of(getattr(model, "module", model))
+    if cast is None:
+        raise RuntimeError("amp.sync_masters: this model did not go through amp.initialize")
+    for masters in cast.masters:
+        masters.pull(model.parameters())
+
+
+def shutdown() -> None:
+    """Puts every patched torch name back and makes every living model and optimizer an ordinary FP32 one again."""
+    for setup in process.alive:
+        for optimizer in filter(None, (ref() for ref in setup.optimizers)):
+            if stash_of(optimizer) is not None and stash_of(optimizer).setup is setup:
+                unwrap_optimizer(optimizer)
+        for model in setup.alive_models():
+            unwrap_model(model)
+    process.alive.clear()
+    process.latest, process.was_initialized = None, False
+    refresh_casts()
+    patching.uninstall()
+
+
+def _require_initialize(caller: str) -> None:
+    if not process.was_initialized:
+        raise RuntimeError(f"{caller} was called before amp.initialize")
+
+
+def _stash(optimizer: Any, caller: str) -> Stash:
+    stash = stash_of(optimizer)
+    if stash is None:
+        raise RuntimeError(f"{caller}: this optimizer ({type(optimizer).__name__}) did not go through amp.initialize")
+    return stash

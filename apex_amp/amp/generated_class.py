@@ -1,0 +1,37 @@
+"""Subclasses made on the fly, so that one object of a user's class can behave a little differently.
+
+Swapping `obj.__class__` for a generated subclass keeps everything people rely on: `isinstance`, bound methods with their
+signatures, `super()`, deepcopy, DataParallel replicas. An attribute on the instance would not survive all of these.
+"""
+from __future__ import annotations
+
+from typing import Any, Callable
+
+
+def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[str, Any]]) -> type:
+    """The subclass of `base` for `role`, made at the first request: one per base and role, freed with its base.
+
+    It looks like its base (`__name__`, `__qualname__`, `__module__`, `__doc__`), and calling it makes a plain instance
+    of the base: `type(model)(...)` is a fresh, uninitialized model.
+    """
+    for existing in type.__subclasses__(base):
+        if existing.__dict__.get("_amp_role") == role:
+            return existing
+
+    def call_base(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # User subclasses of a generated class (class Child(type(model))) are constructed as usual.
+        made = base if "_amp_role" in cls.__dict__ else cls
+        return type(base).__call__(made, *args, **kwargs)
+
+    metaclass = type(type(base).__name__, (type(base),), {"__call__": call_base})
+    namespace = {
+        "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "_amp_role": role,
+        **make_namespace(base),
+    }
+    return metaclass(base.__name__, (base,), namespace)
+
+
+def base_of(obj: object) -> type:
+    """The class of `obj` as its author wrote it, whether or not it has been swapped."""
+    cls = type(obj)
+    return cls.__mro__[1] if "_amp_role" in cls.__dict__ else cls

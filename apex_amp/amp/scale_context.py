@@ -1,0 +1,128 @@
+"""scale_loss: the window around a backward, in which gradients are scaled."""
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ._state import Setup, process
+from .amp_optimizer import Stash, stash_of
+from .cast_state import clear_weight_cache
+from .model_cast import cast_of
+from .overflow import Overflow
+
+
+@contextlib.contextmanager
+def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any = None, delay_unscale: bool = False,
+               delay_overflow_check: bool = False) -> Iterator[torch.Tensor]:
+    """Yields `loss.float() * loss_scale`; at exit the gradients of this backward are unscaled and checked.
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    Gradients that were there before are kept and added to, as `backward()` does in FP32. If one of the new ones is inf or
+    NaN, the next `step()` of every optimizer given here changes nothing, and a dynamic loss scale is halved. An exception
+    inside the block leaves gradients, loss scale and casts as they were before it.
+
+    Args:
+        loss: a floating tensor, of any shape that the backward called on the yielded tensor accepts.
+        optimizers: one optimizer, or a list or tuple of all those whose parameters this backward reaches; all from one
+            call of `amp.initialize`.
+        loss_id: which of the `num_losses` loss scalers of that call to use.
+        model: ignored; the original's signature had it.
+        delay_unscale: leaves the gradients scaled in `.grad`, to be finished by a later block of the same optimizers
+            before `step()`.
+        delay_overflow_check: unscales, but leaves loss scale and skipping alone; the caller reads the scaler's `found_inf`.
+
+    Raises:
+        RuntimeError: no `amp.initialize` yet, an optimizer that it never saw, or optimizers of different calls.
+        IndexError: `loss_id` out of range.
+        TypeError: `loss` is not a floating tensor.
+    """
+    stashes, params = _stashes(optimizers)
+    if stashes is None:
+        yield loss
+        return
+    setup = stashes[0].setup
+    scaler = _scaler(setup, loss_id)
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        raise TypeError(f"amp.scale_loss: loss must be a floating tensor, got {loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__}")
+
+    if scaler.is_identity and all(stash.masters is None for stash in stashes):
+        try:
+            yield loss.float()
+        finally:
+            if not delay_unscale:
+                clear_weight_cache()
+        return
+
+    scaler.to(loss.device)
+    for stash, groups in zip(stashes, params):
+        stash.gradients.open(groups, scaler, drop_earlier=stash.skip_is_pending())
+    try:
+        yield scaler.scale(loss)
+    except BaseException as error:
+        for stash in stashes:
+            stash.gradients.put_back(error)
+        clear_weight_cache()
+        raise
+
+    if delay_unscale or _reduction_is_pending(setup):
+        for stash in stashes:
+            stash.gradients.keep_scaled(scaler)
+        if not delay_unscale:
+            clear_weight_cache()
+        return
+
+    scaler.found_inf.zero_()
+    for stash in stashes:
+        stash.gradients.unscale(scaler)
+    if not (delay_overflow_check or scaler.is_identity):
+        scaler.update()
+        overflow = Overflow(setup, loss_id, [stash.gradients for stash in stashes])
+        for stash in stashes:
+            stash.overflows.append(overflow)
+    clear_weight_cache()
+
+
+def _stashes(optimizers: Any) -> tuple[list[Stash] | None, list[list[dict]]]:
+    """amp's state and the param_groups of each optimizer; (None, []) where the latest initialize had enabled=False."""
+    listed: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    stashes = [stash_of(optimizer) for optimizer in listed]
+    if process.latest is None and not any(stashes):
+        if process.was_initialized:
+            return None, []
+        raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
+                           "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
+    if not listed:
+        raise RuntimeError("amp.scale_loss needs the optimizer(s) whose gradients this backward creates, got an empty list")
+    for index, (optimizer, stash) in enumerate(zip(listed, stashes)):
+        if stash is None:
+            which = f"optimizers[{index}]" if len(listed) > 1 else "the optimizer"
+            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through amp.initialize. Pass it there "
+                               "together with its model, and use the optimizer that initialize returns")
+    if any(stash.setup is not stashes[0].setup for stash in stashes):
+        raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss scales "
+                           "differ; use one scale_loss block for each call")
+    return stashes, [optimizer.param_groups for optimizer in listed]
+
+
+def _scaler(setup: Setup, loss_id: int) -> Any:
+    scalers = setup.loss_scalers
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+        raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. Tell "
+                         "amp.initialize how many losses there are: num_losses=...")
+    return scalers[loss_id]
+
+
+def _reduction_is_pending(setup: Setup) -> bool:
+    """True inside DistributedDataParallel's no_sync(): what this rank has is not what all ranks will have."""
+    for model in setup.alive_models():
+        wrapper = cast_of(model).ddp
+        ddp = wrapper() if wrapper is not None else None
+        if isinstance(ddp, DistributedDataParallel) and not ddp.require_backward_grad_sync:
+            return True
+    return False
