@@ -171,21 +171,25 @@ struct Group {
   }
 };
 
-// Lists that an op walks in step. The constructor checks them and leaves the call's `direct` behind; groups() may be
-// used only when that is true, and finish() comes after the executors.
+// Lists that an op walks in step. The constructor checks and groups them, one position after the other because
+// thousands of tensors outgrow the caches; groups() is complete only when the call is direct. finish() comes after
+// the executors.
 class TensorLists {
  public:
   TensorLists(Call& call, std::vector<ListArgument> arguments, bool doubles)
       : call_(call), arguments_(std::move(arguments)) {
     for (const ListArgument& argument : arguments_) unpack_list(argument);
     for (int64_t i = 0; i < size(); ++i) {
-      for (size_t l = 0; l < lists_.size(); ++l) check_tensor(l, i, doubles);
+      for (size_t l = 0; l < lists_.size(); ++l) {
+        lists_[l][i] = &call_.tensor(PyTuple_GET_ITEM(held_[l].ptr(), i), arguments_[l].name, i);
+        check_tensor(l, i, doubles);
+      }
+      if (call_.direct && tensor(0, i).numel() != 0) add_to_group(i);
     }
   }
 
   int64_t size() const { return static_cast<int64_t>(lists_[0].size()); }
   const at::Tensor& tensor(size_t list, int64_t i) const { return *lists_[list][i]; }
-
   std::array<DType, kMaxLists> dtypes(int64_t i) const {
     std::array<DType, kMaxLists> dtypes{};
     for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
@@ -199,12 +203,17 @@ class TensorLists {
     return names;
   }
 
-  // To be called once: it copies what can't be walked in place.
-  const std::vector<Group>& groups() {
+  const std::vector<Group>& groups() const { return groups_; }
+
+  // Copies again what can't be walked in place, once another op has written it.
+  void refresh() {
+    if (stand_ins_.empty()) return;
+    groups_.clear();
+    stand_ins_.clear();
+    written_stand_ins_.clear();
     for (int64_t i = 0; i < size(); ++i) {
       if (tensor(0, i).numel() != 0) add_to_group(i);
     }
-    return groups_;
   }
 
   // Writes stand-ins back and counts the writes in the tensors' versions.
@@ -226,14 +235,10 @@ class TensorLists {
     }
     // The tuple keeps the tensors alive while the GIL is released and other threads may change the list.
     held_.push_back(py::reinterpret_steal<py::object>(PySequence_Tuple(object)));
-    PyObject* tuple = held_.back().ptr();
-    const int64_t size = PyTuple_GET_SIZE(tuple);
-    std::vector<const at::Tensor*> tensors(size);
-    for (int64_t i = 0; i < size; ++i) tensors[i] = &call_.tensor(PyTuple_GET_ITEM(tuple, i), argument.name, i);
-    lists_.push_back(std::move(tensors));
+    lists_.emplace_back(PyTuple_GET_SIZE(held_.back().ptr()));
     if (lists_.back().size() != lists_[0].size()) {
       call_.fail<py::value_error>(argument.name, text(lists_[0].size(), " tensors like ", arguments_[0].name),
-                                  text(size));
+                                  text(lists_.back().size()));
     }
   }
 
@@ -311,6 +316,7 @@ class TensorLists {
 
   // A contiguous copy, for positions whose tensors are strided or differ in layout.
   const at::Tensor& stand_in(size_t l, int64_t i) {
+    const at::NoGradGuard no_grad;
     at::Tensor dense = at::empty_like(tensor(l, i), at::MemoryFormat::Contiguous);
     dense.copy_(tensor(l, i));
     if (arguments_[l].written) written_stand_ins_.emplace_back(tensor(l, i), dense);
@@ -756,6 +762,7 @@ bool multi_tensor_lamb(py::handle grads, py::handle params, py::handle exp_avgs,
   const at::Tensor sums = move_lamb_moments(call, moments, args, step.device);
   args.parameter_squares = sums.const_data_ptr<double>();
   args.update_squares = args.parameter_squares + moments.size();
+  parameters.refresh();
   run_update<LambParameterElement>(call, parameters, copies, args);
   return true;
 }
