@@ -7,6 +7,7 @@ from typing import Any, Iterable
 import torch
 from torch import nn
 
+from .._C import versions
 from ..multi_tensor import multi_tensor_copy
 
 
@@ -24,6 +25,9 @@ class MasterWeights:
     counter: `pull` takes the model's values whatever the counters say.
     """
 
+    # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
+    any_is_shared = False
+
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
@@ -35,6 +39,7 @@ class MasterWeights:
         existing = master_of(parameter)
         if existing is not None:
             master = existing
+            master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
             value = parameter.detach().float() if fp32_value is None else fp32_value.detach()
             master = nn.Parameter(value, requires_grad=True)
@@ -61,8 +66,7 @@ class MasterWeights:
     @torch.no_grad()
     def sync(self) -> None:
         """Brings both sides of every pair together; costs two integer comparisons a pair when nothing was written."""
-        master_versions = [master._version for master in self.masters]
-        model_versions = [parameter._version for parameter in self.model_params]
+        master_versions, model_versions = versions(self.masters), versions(self.model_params)
         if master_versions == self._master_versions and model_versions == self._model_versions:
             return
         pushed = [i for i, version in enumerate(master_versions) if version != self._master_versions[i]]
@@ -87,8 +91,7 @@ class MasterWeights:
                 master.data = master.data.to(parameter.device)
 
     def _note_versions(self) -> None:
-        self._master_versions = [master._version for master in self.masters]
-        self._model_versions = [parameter._version for parameter in self.model_params]
+        self._master_versions, self._model_versions = versions(self.masters), versions(self.model_params)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
