@@ -85,7 +85,8 @@ __device__ __forceinline__ void narrow(const R (&r)[kThreadElements], bool bfloa
                                        uint16_t (&to)[kThreadElements]) {
   if (bfloat16) {
 #pragma unroll
-    for (int e = 0; e < kThreadElements; ++e) to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
+    for (int e = 0; e < kThreadElements; ++e)
+      to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
   } else {
 #pragma unroll
     for (int e = 0; e < kThreadElements; ++e) to[e] = __half_as_ushort(__float2half_rn(static_cast<float>(r[e])));
