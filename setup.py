@@ -33,9 +33,12 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 def find_cuda_home():
     """The CUDA toolkit's folder, from CUDA_HOME, CUDA_PATH or the nvcc on PATH; None without one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is None:
-        nvcc = shutil.which("nvcc")
-        home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else None
+    nvcc = shutil.which("nvcc")
+    if home is None and nvcc:
+        # The nvcc on PATH may be a script somewhere else: ask it.
+        dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+        top = next((line for line in dry_run.splitlines() if line.startswith("#$ TOP=")), None)
+        home = os.path.realpath(top.partition("=")[2]) if top else None
     return home if home and os.path.exists(os.path.join(home, "bin", "nvcc")) else None
 
 
@@ -82,7 +85,7 @@ def extension():
         return (CppExtension(sources=sources, extra_compile_args={"cxx": cxx}, **common),
                 f"building CPU kernels only ({reason})")
 
-    os.environ["CUDA_HOME"] = cuda_home
+    torch.utils.cpp_extension.CUDA_HOME = cuda_home  # what it found by itself at import may be wrong
     architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
     cuda = CUDAExtension(
         sources=sources + ["csrc/multi_tensor_cuda.cu"],
