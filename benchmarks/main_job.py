@@ -153,7 +153,7 @@ def run_all(names: list[str], options: Options, rows: list[Row], failures: list[
                 else:
                     error = message
             if len(row.results) < options.seeds:
-                failures.append(f"{name} failed with seed {len(row.results)}: {error or 'its process was killed'}")
+                failures.append(f"{name} failed with seed {len(row.results)}: {error or 'its process ended early'}")
 
 
 def main(arguments: list[str] | None = None) -> int:
