@@ -67,6 +67,7 @@ def test_table_gives_the_figures():
     assert "emulates" in lines[-1] and "* " not in table([slow], machine, threads=1)
 
 
+@pytest.mark.slow
 def test_job_writes_table_json_and_picture(tmp_path, capsys):
     out = tmp_path / "new"
     status = main_job.main(["--opt-levels", "O1", "O0", "--seeds", "1", "--epochs", "2", "--out", str(out)])
@@ -84,6 +85,7 @@ def test_job_writes_table_json_and_picture(tmp_path, capsys):
     assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_what_had_ended(tmp_path):
     job = subprocess.Popen([sys.executable, "-m", "benchmarks.main_job", "--opt-levels", "O0", "--seeds", "1000",
                             "--epochs", "1", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
