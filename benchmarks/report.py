@@ -70,7 +70,7 @@ def write_results(rows: list[Row], machine: dict[str, Any], options: dict[str, A
                "machine": machine,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
                             "apex_amp": __version__}}
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "results.json").write_text(json.dumps(results) + "\n")
     draw(rows, out / "picture.png")
     return f"{table(rows, machine, options['threads'])}\n{out / 'results.json'}  {out / 'picture.png'}"
 
