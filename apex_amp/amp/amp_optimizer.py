@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -29,6 +29,18 @@ class Stash:
         self.last_step: list[Overflow] = []
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
+        # Scripts written for Apex set this after asking for masters early; here they exist from the start.
+        self.lazy_init_called = True
+
+    @property
+    def all_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the model parameters that have masters."""
+        return [] if self.masters is None else self.masters.model_params
+
+    @property
+    def all_fp32_from_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the masters, in the same order."""
+        return [] if self.masters is None else self.masters.masters
 
     def skip_is_pending(self) -> bool:
         """True when the host knows already that the next step will be skipped."""
@@ -138,6 +150,9 @@ def _namespace(base: type) -> dict[str, Any]:
             _replace_by_masters(self, param_group, stash.masters, {})
         base.add_param_group(self, param_group)
 
+    def make_masters_now(self: Any) -> None:
+        """Does nothing: Apex made masters at the first backward unless asked earlier."""
+
     def __getstate__(self: Any) -> dict[str, Any]:
         # Python 3.10's object has no __getstate__; torch's optimizers leave out hooks and instance attributes by theirs.
         state = dict(base.__getstate__(self) if hasattr(base, "__getstate__") else vars(self))
@@ -149,7 +164,8 @@ def _namespace(base: type) -> dict[str, Any]:
 
     wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
     namespace = {name: functools.wraps(getattr(base, name))(method) for name, method in wrapped.items() if hasattr(base, name)}
-    return {**namespace, "__getstate__": __getstate__, "__reduce_ex__": __reduce_ex__}
+    return {**namespace, "__getstate__": __getstate__, "__reduce_ex__": __reduce_ex__,
+            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
 def _rebuild(base: type) -> Any:
