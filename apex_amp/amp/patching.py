@@ -189,10 +189,10 @@ def _patch_names(patches: _Patches) -> None:
             if (owner, name) in _registered:
                 continue
             original = getattr(owner, name)
-            if not callable(original):  # torch.fft, the module
-                continue
             policy, message = policies[name]
-            if policy == "untracked_write" and owner is not torch.Tensor:
+            if (not callable(original)  # torch.fft, the module
+                    or owner is torch.nn.functional and name in cast_lists.FORWARDING
+                    or owner is not torch.Tensor and policy == "untracked_write"):
                 continue
             patches.replace(owner, name, _cast_function(owner, name, original, policy, message))
     rnn = torch.nn.modules.rnn
