@@ -6,6 +6,7 @@ import gc
 import inspect
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -139,14 +140,20 @@ def install() -> None:
     with _lock:
         if _patches is not None:
             return
-        _patches = _Patches()
-        _patch_names(_patches)
-        for (owner, name), (policy, cast_type) in _registered.items():
-            _patch_registered(_patches, owner, name, policy, cast_type)
-        _rebind_early_bound(_patches)
-        integrations.install(_patches.replace, lifted)
-        traced_casts.install()
+        patches = _Patches()
+        try:
+            _patch_names(patches)
+            for (owner, name), (policy, cast_type) in _registered.items():
+                _patch_registered(patches, owner, name, policy, cast_type)
+            _rebind_early_bound(patches)
+            integrations.patch(patches.replace, lifted)
+        except BaseException:
+            patches.restore()
+            raise
         _C.set_saturate_hook(_warn_saturated)
+        gc.callbacks.append(integrations.free_deleted_models)
+        traced_casts.install()
+        _patches = patches
 
 
 def uninstall() -> None:
@@ -157,7 +164,7 @@ def uninstall() -> None:
             return
         _patches.restore()
         _patches = None
-        integrations.uninstall()
+        gc.callbacks.remove(integrations.free_deleted_models)
         traced_casts.uninstall()
         _C.set_default_cast_type(None)
         _C.clear_weight_cache()
@@ -216,15 +223,20 @@ def _rebind_early_bound(patches: _Patches) -> None:
                 with contextlib.suppress(AttributeError, TypeError):  # read-only classes and modules
                     patches.replace(owner, name, functions[id(value)])
 
-    for module in list(sys.modules.values()):
-        if not isinstance(module, type(sys)) or is_internal(getattr(module, "__name__", "")):
-            continue
+    for module in user_modules():
         rebind(module)
         for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
+            if issubclass(type(value), type) and vars(value).get("__module__") == vars(module)["__name__"]:
                 rebind(value)
     for module in _C.instances_in(gc.get_objects(), torch.nn.Module):
         rebind(module)
+
+
+def user_modules() -> Iterator[types.ModuleType]:
+    """The loaded modules outside torch, this package and the standard library; reads none of their attributes."""
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), types.ModuleType) and not is_internal(vars(module).get("__name__") or ""):
+            yield module
 
 
 def is_internal(module_name: str) -> bool:
