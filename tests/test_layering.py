@@ -14,7 +14,7 @@ CSRC = ROOT / "csrc"
 FLOORS = [
     ["_C", "_version"],
     ["amp.cast_state", "amp.cast_lists", "amp.generated_class"],
-    ["amp._state", "amp.integrations", "multi_tensor"],
+    ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor"],
     ["amp.patching", "amp.master_weights", "amp.scaler", "optimizers", "multi_tensor_apply", "normalization"],
     ["amp.model_cast", "amp.gradients", "amp.cast_report"],
     ["amp.overflow"],
