@@ -45,7 +45,8 @@ std::atomic<int8_t> default_cast_type{kOff};
 std::atomic<uint32_t> cast_devices{0xffffffffu};  // a bit per c10::DeviceType
 
 struct ThreadState {
-  int8_t scope = kUnset;            // the innermost CastScope of this thread
+  int8_t scope = kUnset;             // what the innermost CastScope of this thread says
+  bool held = false;                 // it is an explicit off, which forwards inside it do not lift
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
@@ -235,17 +236,25 @@ bool is_transformed() {
 
 bool is_cacheable(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf() && tensor.scalar_type() == ScalarType::Float &&
-         !tensor.is_inference() && tensor.has_storage() && is_plain(tensor.unsafeGetTensorImpl()) &&
-         !is_transformed();
+         !tensor.is_inference() && tensor.has_storage();
+}
+
+at::Tensor copy_as(const at::Tensor& tensor, ScalarType type) {
+  const auto copy = [&] { return at::_to_copy(tensor, type, {}, {}, {}, false, {}); };
+  const bool tracked = c10::GradMode::is_enabled() && tensor.requires_grad();
+  if (tracked || tensor._fw_grad(/*level=*/0).defined()) return copy();
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  return copy();
 }
 
 constexpr int64_t kSmallCast = 4096;  // elements; below this a CPU cast is quicker than letting the GIL go
 
+// A cast that no mode or transform watches: straight to the operator that copies.
 at::Tensor to_type(const at::Tensor& tensor, ScalarType type) {
   ++counters.casts;
-  if (tensor.is_cpu() && tensor.numel() < kSmallCast) return tensor.to(type);
+  if (tensor.is_cpu() && tensor.numel() < kSmallCast) return copy_as(tensor, type);
   pybind11::gil_scoped_release no_gil;
-  return tensor.to(type);
+  return copy_as(tensor, type);
 }
 
 // The cast of a leaf parameter, made at most once per iteration. New reference.
@@ -291,7 +300,8 @@ PyObject* cached_cast(const at::Tensor& tensor, ScalarType type) {
 // Casting arguments
 
 struct Names {  // interned attribute and argument names
-  PyObject *out, *to, *torch_function;
+  PyObject *out, *to, *torch_function, *dtype;
+  PyObject* only_dtype;  // ("dtype",)
 } names;
 
 // Whether a tensor subclass overrides torch functions itself, so that only its own `.to` keeps its type.
@@ -311,6 +321,10 @@ PyObject* cast_tensor(PyObject* object, ScalarType type) {
     return PyObject_CallMethodOneArg(object, names.to, reinterpret_cast<PyObject*>(torch::getTHPDtype(type)));
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (!is_plain(tensor.unsafeGetTensorImpl()) || is_transformed()) {
+    ++counters.casts;
+    return THPVariable_Wrap(tensor.to(type));
+  }
   if (is_cacheable(tensor)) return cached_cast(tensor, type);
   return THPVariable_Wrap(to_type(tensor, type));
 }
@@ -345,17 +359,17 @@ PyObject* cast_argument(PyObject* object, unsigned from, ScalarType type) {
 enum Policy : uint8_t {
   kLowPrecision,     // to the cast type
   kFp32,             // half types to float
-  kPromote,          // to float where the arguments differ
+  kFp32ByDtype,      // as kFp32, by the function's own `dtype` argument where that does it
+  kPromote,          // to float where the arguments differ, or hold a number that half types cannot
   kMatchSelf,        // in-place methods: the other arguments to the type of the first
   kFp32InPlace,      // refuse a half first argument, else as kFp32
   kBanned,           // refuse any half argument
-  kScalarRange,      // half types to float where a number does not fit them
-  kScalarRangeInPlace,  // saturate a number that does not fit the first argument
+  kFillInPlace,      // as kMatchSelf, and saturate a number that does not fit the first argument
   kUntrackedWrite,   // exposes the memory of the first argument: forget its casts
 };
 
-constexpr std::array<const char*, 9> kPolicyNames = {"low_precision", "fp32", "promote", "match_self", "fp32_in_place",
-                                                     "banned", "scalar_range", "scalar_range_in_place", "untracked_write"};
+constexpr std::array<const char*, 9> kPolicyNames = {
+    "low_precision", "fp32", "fp32_by_dtype", "promote", "match_self", "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
 
 struct CastFunction {
   PyObject_HEAD
@@ -372,8 +386,8 @@ struct CastFunction {
 PyTypeObject* function_type = nullptr;  // for originals that do not bind (builtins)
 PyTypeObject* method_type = nullptr;    // for originals that have __get__
 
-PyObject* mode_hook = nullptr;      // called with no argument while a dispatch mode is on
-PyObject* observer = nullptr;       // called with (function, args, kwargs, result) after each call
+PyObject* mode_hook = nullptr;      // called while a dispatch mode is on; may name another cast type
+PyObject* observer = nullptr;       // called with (function, arguments, result, casts, cache hits) after a call
 PyObject* saturate_hook = nullptr;  // called with (function name, number, dtype) when a number is saturated
 
 struct Arguments {
@@ -382,13 +396,15 @@ struct Arguments {
   Py_ssize_t count;
   PyObject* keywords;  // tuple of names or null
   Py_ssize_t out;      // index of `out=`, or -1
+  bool has_dtype;      // `dtype=` is given
 
   Arguments(PyObject* const* args, size_t nargsf, PyObject* kwnames)
       : values(args), positional(PyVectorcall_NARGS(nargsf)),
-        count(positional + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0)), keywords(kwnames), out(-1) {
+        count(positional + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0)), keywords(kwnames), out(-1), has_dtype(false) {
     for (Py_ssize_t i = positional; i < count; ++i) {
       PyObject* name = PyTuple_GET_ITEM(kwnames, i - positional);
       if (name == names.out || PyUnicode_Compare(name, names.out) == 0) out = i;
+      if (name == names.dtype || PyUnicode_Compare(name, names.dtype) == 0) has_dtype = true;
     }
   }
 
@@ -473,9 +489,17 @@ PyObject* call_saturated(const CastFunction* self, const Arguments& arguments, u
   });
 }
 
+// softmax(x, dim) as softmax(x, dim, dtype=torch.float32), which converts as it reads.
+PyObject* call_with_float_dtype(const CastFunction* self, PyObject* const* args, Py_ssize_t nargs) {
+  PyObject* values[] = {nullptr, args[0], nullptr, nullptr};
+  if (nargs == 2) values[2] = args[1];
+  values[nargs + 1] = reinterpret_cast<PyObject*>(torch::getTHPDtype(ScalarType::Float));
+  return PyObject_Vectorcall(self->original, values + 1, nargs | PY_VECTORCALL_ARGUMENTS_OFFSET, names.only_dtype);
+}
+
 // The policy's decision and the call. `cast_type` is the current one, not kOff.
 PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames,
-                    CastType cast_type) {
+                    int8_t cast_type) {
   const Arguments arguments(args, nargsf, kwnames);
   const unsigned kinds = arguments.kinds();
   if (!(kinds & kCastKinds) || (kinds & kDoubleKind)) return call_original(self, args, nargsf, kwnames);
@@ -494,12 +518,25 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
         target = kind_type(out);
       }
       break;
+    case kFp32ByDtype:
+      if (arguments.has_dtype) return call_original(self, args, nargsf, kwnames);
+      if (kinds & kLowKinds && arguments.count == arguments.positional && arguments.count <= 2) {
+        return call_with_float_dtype(self, args, arguments.count);
+      }
+      break;
     case kFp32:
       break;
     case kPromote: {
-      const unsigned differing = kinds & kCastKinds;
-      if (!(differing & (differing - 1))) return call_original(self, args, nargsf, kwnames);
+      const unsigned present = kinds & kCastKinds;
+      const bool differ = present & (present - 1);
+      const bool fits = !(present & kLowKinds) || !any_exceeds(arguments, present);
+      if (!differ && fits) return call_original(self, args, nargsf, kwnames);
       break;
+    }
+    case kFillInPlace: {
+      const unsigned own = arguments.positional ? argument_kinds(args[0]) & kLowKinds : 0;
+      if (own && any_exceeds(arguments, own)) return call_saturated(self, arguments, own);
+      [[fallthrough]];
     }
     case kMatchSelf: {
       const unsigned own = arguments.positional ? argument_kinds(args[0]) & kCastKinds : 0;
@@ -514,14 +551,6 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
     case kBanned:
       if (kinds & kLowKinds) return refuse(self);
       break;
-    case kScalarRange:
-      if (!(kinds & kLowKinds) || !any_exceeds(arguments, kinds)) return call_original(self, args, nargsf, kwnames);
-      break;
-    case kScalarRangeInPlace: {
-      const unsigned own = arguments.positional ? argument_kinds(args[0]) & kLowKinds : 0;
-      if (!own || !any_exceeds(arguments, own)) return call_original(self, args, nargsf, kwnames);
-      return call_saturated(self, arguments, own);
-    }
   }
   const unsigned from = kinds_other_than(target);
   if (!(kinds & from)) return call_original(self, args, nargsf, kwnames);
@@ -530,23 +559,54 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
   });
 }
 
-bool run_hook(PyObject* hook) {
-  PyObject* result = PyObject_CallNoArgs(hook);
-  Py_XDECREF(result);
-  return result != nullptr;
+// The cast type the mode hook asks for; it returns NotImplemented to leave `cast_type`. False on error.
+bool ask_mode_hook(int8_t* cast_type) {
+  PyObject* answer = PyObject_CallNoArgs(mode_hook);
+  if (answer == nullptr) return false;
+  const bool parsed = answer == Py_NotImplemented || parse_cast_type(answer, cast_type);
+  Py_DECREF(answer);
+  return parsed;
+}
+
+PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  int8_t cast_type = current_cast_type();
+  if (C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+      !ask_mode_hook(&cast_type)) {
+    return nullptr;
+  }
+  if (C10_UNLIKELY(self->policy == kUntrackedWrite)) {
+    if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
+    return call_original(self, args, nargsf, kwnames);
+  }
+  if (cast_type == kOff) return call_original(self, args, nargsf, kwnames);
+  return call_cast(self, args, nargsf, kwnames, cast_type);
+}
+
+// The call, and its report to the observer, which does not see the CastFunctions called inside.
+PyObject* call_observed(CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  PyObject* told = std::exchange(observer, nullptr);
+  const Counters before = counters;
+  PyObject* result = dispatch(self, args, nargsf, kwnames);
+  const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
+  PyObject* arguments = result ? PyTuple_New(count) : nullptr;
+  if (arguments) {
+    for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(arguments, i, Py_NewRef(args[i]));
+    PyObject* answer = PyObject_CallFunction(told, "OOOLL", self, arguments, result,
+                                             static_cast<long long>(counters.casts - before.casts),
+                                             static_cast<long long>(counters.cache_hits - before.cache_hits));
+    if (answer == nullptr) Py_CLEAR(result);
+    Py_XDECREF(answer);
+    Py_DECREF(arguments);
+  }
+  observer = told;
+  return result;
 }
 
 PyObject* CastFunction_vectorcall(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<CastFunction*>(object);
-  if (mode_hook && c10::impl::TorchDispatchModeTLS::any_modes_set() && !run_hook(mode_hook)) return nullptr;
-  if (C10_UNLIKELY(self->policy == kUntrackedWrite)) {
-    if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
-    return call_original(self, args, nargsf, kwnames);
-  }
-  const CastType cast_type = current_cast_type();
-  if (cast_type == kOff) return call_original(self, args, nargsf, kwnames);
-  return call_cast(self, args, nargsf, kwnames, cast_type);
+  if (C10_UNLIKELY(observer != nullptr)) return call_observed(self, args, nargsf, kwnames);
+  return dispatch(self, args, nargsf, kwnames);
   END_HANDLE_TH_ERRORS
 }
 
@@ -726,9 +786,11 @@ PyTypeObject* make_function_type(const char* name, bool binds) {
 struct CastScope {
   PyObject_HEAD
   int8_t cast_type;
-  int8_t outer;
+  bool held;
   bool forward;
   bool entered;
+  int8_t outer_scope;
+  bool outer_held;
 };
 
 PyTypeObject* scope_type = nullptr;
@@ -755,15 +817,21 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
     return nullptr;
   }
   self->entered = true;
-  self->outer = std::exchange(thread_state.scope, self->cast_type);
+  self->outer_scope = thread_state.scope;
+  self->outer_held = thread_state.held;
   if (self->forward) enter_forward();
+  if (!self->forward || !thread_state.held) {
+    thread_state.scope = self->cast_type;
+    thread_state.held = self->held;
+  }
   Py_RETURN_NONE;
 }
 
 PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   auto* self = reinterpret_cast<CastScope*>(object);
   self->entered = false;
-  thread_state.scope = self->outer;
+  thread_state.scope = self->outer_scope;
+  thread_state.held = self->outer_held;
   if (self->forward) leave_forward();
   Py_RETURN_NONE;
 }
@@ -777,22 +845,52 @@ PyType_Spec scope_spec = {"apex_amp._C.CastScope", sizeof(CastScope), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                           scope_slots};
 
-PyObject* cast_scope(PyObject*, PyObject* args, PyObject* kwargs) {
-  const char* keywords[] = {"cast_type", "forward", nullptr};
-  PyObject* cast_type;
-  int forward = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", const_cast<char**>(keywords), &cast_type, &forward)) {
-    return nullptr;
-  }
-  int8_t parsed;
-  if (!parse_cast_type(cast_type, &parsed)) return nullptr;
+PyObject* make_scope(int8_t cast_type, bool held, bool forward) {
   PyObject* object = scope_type->tp_alloc(scope_type, 0);
   if (object == nullptr) return nullptr;
   auto* self = reinterpret_cast<CastScope*>(object);
-  self->cast_type = parsed;
-  self->forward = forward != 0;
+  self->cast_type = cast_type;
+  self->held = held;
+  self->forward = forward;
   return object;
 }
+
+PyObject* cast_scope(PyObject*, PyObject* args, PyObject* kwargs) {
+  const char* keywords[] = {"cast_type", "forward", nullptr};
+  PyObject* object;
+  int forward = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", const_cast<char**>(keywords), &object, &forward)) {
+    return nullptr;
+  }
+  int8_t cast_type;
+  if (!parse_cast_type(object, &cast_type)) return nullptr;
+  return make_scope(cast_type, cast_type == kOff && !forward, forward != 0);
+}
+
+// A token of the calling thread's present state, and the scope that brings it back, in any thread.
+constexpr long kHeldToken = 16;
+
+PyObject* scope_token(PyObject*, PyObject*) {
+  return PyLong_FromLong(current_cast_type() + (thread_state.held ? kHeldToken : 0));
+}
+
+PyObject* resume_scope(PyObject*, PyObject* object) {
+  const long token = PyLong_AsLong(object);
+  if (token == -1 && PyErr_Occurred()) return nullptr;
+  return make_scope(static_cast<int8_t>(token % kHeldToken), token >= kHeldToken, false);
+}
+
+// The calling thread's cast state as an attribute, which torch.compile can read and guard.
+PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(current_cast_type()); }
+
+PyObject* CastState_held(PyObject*, void*) { return PyBool_FromLong(thread_state.held); }
+
+PyGetSetDef state_getset[] = {{"cast_type", CastState_cast_type, nullptr, nullptr, nullptr},
+                              {"held", CastState_held, nullptr, nullptr, nullptr},
+                              {nullptr}};
+PyType_Slot state_slots[] = {{Py_tp_getset, state_getset}, {0, nullptr}};
+PyType_Spec state_spec = {"apex_amp._C.CastState", sizeof(PyObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, state_slots};
 
 // ---------------------------------------------------------------------------------------------
 // Controls
@@ -806,6 +904,15 @@ PyObject* set_default_cast_type(PyObject*, PyObject* object) {
   if (!parse_cast_type(object, &cast_type)) return nullptr;
   default_cast_type.store(cast_type, std::memory_order_relaxed);
   Py_RETURN_NONE;
+}
+
+// For code that can't hold a CastScope: sets this thread's scope, returns what restores it.
+PyObject* swap_scope(PyObject*, PyObject* value) {
+  int8_t scope = kUnset;
+  if (value != Py_NotImplemented && !parse_cast_type(value, &scope)) return nullptr;
+  const int8_t outer = std::exchange(thread_state.scope, scope);
+  thread_state.held = scope == kOff;
+  return outer == kUnset ? Py_NewRef(Py_NotImplemented) : dtype_object(outer);
 }
 
 PyObject* set_cast_devices(PyObject*, PyObject* device_types) {
@@ -837,6 +944,20 @@ PyObject* cast_counters(PyObject*, PyObject*) {
                        static_cast<Py_ssize_t>(weight_cache().size()));
 }
 
+// The items of a list that are instances of a class: a scan of the whole heap, too slow in Python.
+PyObject* instances_in(PyObject*, PyObject* args) {
+  PyObject *items, *type;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &items, &PyType_Type, &type)) return nullptr;
+  PyObject* found = PyList_New(0);
+  for (Py_ssize_t i = 0; found != nullptr && i < PyList_GET_SIZE(items); ++i) {
+    PyObject* item = PyList_GET_ITEM(items, i);
+    if (PyType_IsSubtype(Py_TYPE(item), reinterpret_cast<PyTypeObject*>(type)) && PyList_Append(found, item) < 0) {
+      Py_CLEAR(found);
+    }
+  }
+  return found;
+}
+
 template <PyObject** hook>
 PyObject* set_hook(PyObject*, PyObject* value) {
   PyObject* old = std::exchange(*hook, value == Py_None ? nullptr : Py_NewRef(value));
@@ -857,10 +978,14 @@ PyMethodDef module_functions[] = {
     {"current_cast_type", get_cast_type, METH_NOARGS, nullptr},
     {"default_cast_type", get_default_cast_type, METH_NOARGS, nullptr},
     {"set_default_cast_type", set_default_cast_type, METH_O, nullptr},
+    {"scope_token", scope_token, METH_NOARGS, nullptr},
+    {"resume_scope", resume_scope, METH_O, nullptr},
+    {"swap_scope", swap_scope, METH_O, nullptr},
     {"set_cast_devices", set_cast_devices, METH_O, nullptr},
     {"clear_weight_cache", clear_weight_cache, METH_NOARGS, nullptr},
     {"drop_cached_casts", drop_cached_casts, METH_O, nullptr},
     {"cast_counters", cast_counters, METH_NOARGS, nullptr},
+    {"instances_in", instances_in, METH_VARARGS, nullptr},
     {"set_mode_hook", set_hook<&mode_hook>, METH_O, nullptr},
     {"set_cast_observer", set_hook<&observer>, METH_O, nullptr},
     {"set_saturate_hook", set_hook<&saturate_hook>, METH_O, nullptr},
@@ -870,12 +995,15 @@ PyMethodDef module_functions[] = {
 
 bool init_cast_function(PyObject* module) {
   names = {PyUnicode_InternFromString("out"), PyUnicode_InternFromString("to"),
-           PyUnicode_InternFromString("__torch_function__")};
+           PyUnicode_InternFromString("__torch_function__"), PyUnicode_InternFromString("dtype"), nullptr};
+  names.only_dtype = PyTuple_Pack(1, names.dtype);
   function_type = make_function_type("apex_amp._C.CastFunction", false);
   method_type = make_function_type("apex_amp._C.CastMethod", true);
   scope_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&scope_spec));
-  return function_type && method_type && scope_type && PyModule_AddType(module, function_type) == 0 &&
+  PyObject* state_type = PyType_FromSpec(&state_spec);
+  return function_type && method_type && scope_type && state_type && PyModule_AddType(module, function_type) == 0 &&
          PyModule_AddType(module, method_type) == 0 && PyModule_AddType(module, scope_type) == 0 &&
+         PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(state_type)) == 0 &&
          PyModule_AddFunctions(module, module_functions) == 0;
 }
 

@@ -51,7 +51,11 @@ FP32 = [
     "solve_ex", "solve_triangular", "svd", "svd_lowrank", "svdvals", "tensorinv", "tensorsolve", "triangular_solve",
 ]
 
-# Functions of several tensors: to the widest type among them.
+# Of FP32, those that convert by their own `dtype` argument, without a copy of the input.
+FP32_BY_DTYPE = ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"]
+
+# Functions of several tensors: to the widest type among them, and to FP32 where a number among the
+# arguments is more than half types can hold.
 PROMOTE = [
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder", "fmod",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__",
@@ -62,6 +66,7 @@ PROMOTE = [
     "tensordot", "lerp", "where", "max", "min", "maximum", "minimum", "fmax", "fmin", "clamp", "clip", "hypot",
     "copysign", "nextafter", "logaddexp", "logaddexp2", "xlogy", "heaviside",
     "index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_reduce",
+    "masked_fill", "index_fill", "full_like", "pad", "threshold", "clamp_min", "clamp_max",
     "masked_scatter", "select_scatter", "slice_scatter", "diagonal_scatter", "searchsorted", "bucketize",
 ]
 
@@ -69,9 +74,6 @@ SEQUENCE_PROMOTE = [
     "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag",
     "cartesian_prod", "meshgrid",
 ]
-
-# Numbers among the arguments that half types cannot hold make the call run in FP32.
-SCALAR_RANGE = ["masked_fill", "index_fill", "clamp_min", "clamp_max", "threshold", "pad", "full_like"]
 
 BANNED = {
     "binary_cross_entropy":
@@ -81,10 +83,12 @@ BANNED = {
         "or call it under amp.disable_casts().",
 }
 
-# In-place operators, and in-place methods whose out-of-place form is in no list above.
-MATCH_SELF = ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
-              "masked_scatter_", "clamp_", "copysign_", "index_put_"]
+# In-place operators: as the in-place forms of the functions above.
+MATCH_SELF = ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"]
 FP32_IN_PLACE = ["__ipow__"]
+
+# These write a number itself; one that a half `self` cannot hold is replaced by the type's limit.
+FILL_IN_PLACE = ["fill_", "masked_fill_", "index_fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "threshold_"]
 
 # Tensor methods that hand out the tensor's memory: writes through it move no version counter.
 UNTRACKED_WRITE = ["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "set_"]

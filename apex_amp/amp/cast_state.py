@@ -15,6 +15,9 @@ from apex_amp import _C
 __all__ = ["cast_scope", "clear_weight_cache", "current_cast_type", "disable_casts", "set_cast_devices",
            "set_default_cast_type"]
 
+state = _C.CastState()  # its `cast_type` is the calling thread's
+devices: frozenset[str] | None = None  # device types that are cast; None: all
+
 
 def cast_scope(cast_type: torch.dtype | None, forward: bool = False) -> contextlib.AbstractContextManager[None]:
     """Context manager: inside it, patched functions of this thread cast to `cast_type`.
@@ -43,7 +46,9 @@ def set_default_cast_type(cast_type: torch.dtype | None) -> None:
 
 def set_cast_devices(device_types: Iterable[str]) -> None:
     """Sets the device types ("cpu", "cuda", ...) whose tensors are cast; others are left as they are."""
-    _C.set_cast_devices(device_types)
+    global devices
+    devices = frozenset(device_types)
+    _C.set_cast_devices(devices)
 
 
 def clear_weight_cache() -> None:

@@ -54,10 +54,10 @@ def _recompute_in_forward_state(replace: Replace) -> None:
 
     @functools.wraps(original)
     def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        cast_type = _C.current_cast_type()
+        state = _C.scope_token()
 
         def run(*inputs: Any, **named: Any) -> Any:
-            with _C.cast_scope(cast_type):
+            with _C.resume_scope(state):
                 return fn(*inputs, **named)
 
         return original(run, *args, **kwargs)
@@ -70,11 +70,11 @@ def _backward_in_forward_state(replace: Replace) -> None:
     original = BackwardCFunction.apply
 
     def __init__(self: Any) -> None:  # called once per forward, in the forward's state
-        self._cast_type = _C.current_cast_type()
+        self._cast_state = _C.scope_token()
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any) -> Any:
-        with _C.cast_scope(self._cast_type):
+        with _C.resume_scope(self._cast_state):
             return original(self, *args)
 
     replace(BackwardCFunction, "__init__", __init__)

@@ -14,7 +14,7 @@ import torch
 
 from apex_amp import _C
 
-from . import cast_lists, integrations
+from . import cast_lists, integrations, traced_casts
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "install", "is_installed", "promote_function",
            "register_bfloat16_function", "register_float_function", "register_half_function",
@@ -22,6 +22,7 @@ __all__ = ["bfloat16_function", "float_function", "half_function", "install", "i
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MISSING = object()
+_CAST_TYPES = (_C.CastFunction, _C.CastMethod)
 
 
 class _Patches:
@@ -76,13 +77,14 @@ def _policies() -> dict[str, tuple[str, str | None]]:
         policies[name + "_"] = ("match_self", None)
     for name in cast_lists.FP32:
         policies[name + "_"] = ("fp32_in_place", _in_place_message(name + "_"))
-    for name in cast_lists.SCALAR_RANGE:
-        policies[name] = ("scalar_range", None)
-        policies[name + "_"] = ("scalar_range_in_place", None)
     for policy, listed in (("low_precision", low_precision), ("fp32", cast_lists.FP32), ("promote", promote),
-                           ("match_self", cast_lists.MATCH_SELF), ("untracked_write", cast_lists.UNTRACKED_WRITE)):
+                           ("match_self", cast_lists.MATCH_SELF), ("fill_in_place", cast_lists.FILL_IN_PLACE),
+                           ("untracked_write", cast_lists.UNTRACKED_WRITE)):
         for name in listed:
             policies[name] = (policy, None)
+    for name in cast_lists.FP32_BY_DTYPE:
+        if policies.get(name) == ("fp32", None):
+            policies[name] = ("fp32_by_dtype", None)
     for name in cast_lists.FP32_IN_PLACE:
         policies[name] = ("fp32_in_place", _in_place_message(name))
     for name, message in cast_lists.BANNED.items():
@@ -123,6 +125,11 @@ def is_installed() -> bool:
     return _patches is not None
 
 
+def installed_functions() -> list[Any]:
+    """The CastFunctions in force, one per patched name."""
+    return [value for _, _, _, value in _patches.replaced if isinstance(value, _CAST_TYPES)] if _patches else []
+
+
 def install() -> None:
     """Patches torch by `cast_lists` and the registered functions. Does nothing when installed already.
 
@@ -138,6 +145,7 @@ def install() -> None:
             _patch_registered(_patches, owner, name, policy, cast_type)
         _rebind_early_bound(_patches)
         integrations.install(_patches.replace, lifted)
+        traced_casts.install()
         _C.set_saturate_hook(_warn_saturated)
 
 
@@ -150,6 +158,7 @@ def uninstall() -> None:
         _patches.restore()
         _patches = None
         integrations.uninstall()
+        traced_casts.uninstall()
         _C.set_default_cast_type(None)
         _C.clear_weight_cache()
 
@@ -180,6 +189,8 @@ def _patch_names(patches: _Patches) -> None:
             if (owner, name) in _registered:
                 continue
             original = getattr(owner, name)
+            if not callable(original):  # torch.fft, the module
+                continue
             policy, message = policies[name]
             if policy == "untracked_write" and owner is not torch.Tensor:
                 continue
@@ -194,39 +205,32 @@ def _patch_names(patches: _Patches) -> None:
 
 def _rebind_early_bound(patches: _Patches) -> None:
     """Names that modules outside torch bound before: globals, class attributes, nn.Module attributes."""
-    functions = {}
+    functions: dict[int, Any] = {}  # by the original's address; the CastFunction keeps that alive
     for owner, _, _, value in patches.replaced:
-        if hasattr(value, "__wrapped__") and owner is not torch._VF:
+        if isinstance(value, _CAST_TYPES) and owner is not torch._VF:
             functions.setdefault(id(value.__wrapped__), value)
 
     def rebind(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
-            if id(value) in functions and functions[id(value)].__wrapped__ is value:
+            if id(value) in functions:
                 with contextlib.suppress(AttributeError, TypeError):  # read-only classes and modules
                     patches.replace(owner, name, functions[id(value)])
 
     for module in list(sys.modules.values()):
-        if not isinstance(module, type(sys)) or _is_internal(getattr(module, "__name__", "")):
+        if not isinstance(module, type(sys)) or is_internal(getattr(module, "__name__", "")):
             continue
         rebind(module)
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == module.__name__:
                 rebind(value)
-    module_types = set(_subclasses(torch.nn.Module))
-    for item in gc.get_objects():
-        if type(item) in module_types:
-            rebind(item)
+    for module in _C.instances_in(gc.get_objects(), torch.nn.Module):
+        rebind(module)
 
 
-def _is_internal(module_name: str) -> bool:
+def is_internal(module_name: str) -> bool:
+    """Whether a module belongs to torch, this package or the standard library: never rebound."""
     top = module_name.partition(".")[0]
     return top in ("torch", "apex_amp") or top in sys.stdlib_module_names and top != "__main__"
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _subclasses(child)
 
 
 def _warn_saturated(function: Any, number: float, dtype: torch.dtype) -> None:

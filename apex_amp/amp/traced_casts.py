@@ -1,0 +1,297 @@
+"""Casts under torch.compile.
+
+Dynamo can't look into a C callable. It is told to trace, in place of every CastFunction, a Python twin
+that reads the thread's cast type as an attribute: Dynamo guards it, so toggling casts recompiles. A
+tensor method or operator stays in the graph by name and runs the CastFunction itself, on fake tensors
+while tracing; then a hook installs the same guard.
+
+Nothing here is loaded before something else has imported torch._dynamo.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from apex_amp import _C
+
+from . import cast_lists, cast_state
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+_CAST_TYPES = (*_HALF_TYPES, torch.float32)
+_DYNAMO = "torch._dynamo"
+
+
+_UNSET = "unset"  # a value that Dynamo can trace and that is no cast type
+
+
+class _Scopes:
+    """The innermost scope entered inside the code being traced."""
+
+    cast_type: Any = _UNSET
+    held: bool = False
+
+
+_scopes = _Scopes()
+
+
+def _traced_cast_type() -> torch.dtype | None:
+    return cast_state.state.cast_type if _scopes.cast_type == _UNSET else _scopes.cast_type
+
+
+def _traced_held() -> bool:
+    return cast_state.state.held if _scopes.cast_type == _UNSET else _scopes.held
+
+
+# ------------------------------------------------------------------------------------------------
+# The Python twin of CastFunction: traced, never run eagerly
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found.extend(_tensors(value))
+    return found
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _CAST_TYPES and (cast_state.devices is None or tensor.device.type in cast_state.devices)
+
+
+def _to(value: Any, target: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(target) if _is_cast(value) and value.dtype != target else value
+    if type(value) is list:
+        return [_to(item, target) for item in value]
+    if type(value) is tuple:
+        return tuple([_to(item, target) for item in value])
+    return value
+
+
+def _exceeds(values: Any, dtypes: set[torch.dtype]) -> bool:
+    limit = 65504.0 if torch.float16 in dtypes else 3.3895313892515355e38
+    return any(type(value) in (int, float) and limit < abs(value) < float("inf") for value in values)
+
+
+def _saturate(value: Any, limit: float) -> Any:
+    return min(max(value, -limit), limit) if type(value) in (int, float) else value
+
+
+def make_twin(function: Any) -> Callable[..., Any]:
+    """What Dynamo traces in place of `function`, a CastFunction."""
+    original, policy, fixed, message = function.__wrapped__, function.policy, function.cast_type, function.message
+    if isinstance(original, types.MethodDescriptorType | types.WrapperDescriptorType):
+        name = function.__name__
+        return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
+
+    def twin(*args: Any, **kwargs: Any) -> Any:
+        cast_type = _traced_cast_type()
+        if cast_type is None or policy == "untracked_write":
+            return original(*args, **kwargs)
+        if policy == "fp32_by_dtype" and "dtype" in kwargs:
+            return original(*args, **kwargs)
+        out = kwargs.pop("out", None)
+        values = [*args, *kwargs.values()]
+        tensors = _tensors(values)
+        dtypes = {tensor.dtype for tensor in tensors if _is_cast(tensor)}
+        target: torch.dtype | None = torch.float32
+        kept = 0
+        if not dtypes or any(tensor.dtype == torch.float64 and tensor.dim() > 0 for tensor in tensors):
+            target = None
+        elif policy == "low_precision":
+            target = fixed or cast_type
+            if any(tensor.is_sparse for tensor in tensors):
+                target = torch.float32
+            if out is not None:
+                target = out.dtype if out.dtype in _CAST_TYPES else None
+        elif policy == "promote":
+            low = [dtype for dtype in dtypes if dtype in _HALF_TYPES]
+            if len(dtypes) == 1 and not (low and _exceeds(values, dtypes)):
+                target = None
+        elif policy in ("match_self", "fill_in_place"):
+            kept = 1
+            target = args[0].dtype if _is_cast(args[0]) else None
+            if policy == "fill_in_place" and target in _HALF_TYPES:
+                limit = torch.finfo(target).max
+                args = tuple([_saturate(value, limit) for value in args])
+                kwargs = {name: _saturate(value, limit) for name, value in kwargs.items()}
+        elif policy == "fp32_in_place" and args[0].dtype in _HALF_TYPES:
+            raise NotImplementedError(message)
+        elif policy == "banned" and any(dtype in _HALF_TYPES for dtype in dtypes):
+            raise NotImplementedError(message)
+        if out is not None:
+            kwargs["out"] = out
+        if target is None:
+            return original(*args, **kwargs)
+        args = (*args[:kept], *[_to(value, target) for value in args[kept:]])
+        kwargs = {name: value if name == "out" else _to(value, target) for name, value in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return twin
+
+
+# ------------------------------------------------------------------------------------------------
+# Scopes
+
+def _swap_scope(cast_type: Any) -> None:
+    """A node of the graph: enters a scope around the tensor methods that follow it.
+
+    While tracing, the scope belongs to the trace: an attempt that Dynamo gives up leaves nothing behind.
+    """
+    tracing = torch._guards.TracingContext.try_get()
+    scope = NotImplemented if cast_type == _UNSET else cast_type
+    if tracing is None:
+        _C.swap_scope(scope)
+    else:
+        tracing._apex_amp_scope = scope  # type: ignore[attr-defined]
+
+
+class _TracedScope:
+    """What Dynamo traces in place of a CastScope."""
+
+    def __init__(self, cast_type: torch.dtype | None, forward: bool) -> None:
+        self.cast_type = cast_type
+        self.forward = forward
+
+    def __enter__(self) -> None:
+        self.outer = (_scopes.cast_type, _scopes.held)
+        held = self.cast_type is None and not self.forward
+        kept = self.forward and _traced_held()
+        self.changes = not kept and (self.cast_type is not _traced_cast_type() or held is not _traced_held())
+        if self.changes:
+            _scopes.cast_type, _scopes.held = self.cast_type, held
+            _swap_scope(self.cast_type)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.changes:
+            _scopes.cast_type, _scopes.held = self.outer
+            _swap_scope(_scopes.cast_type)
+
+
+def _traced_scope(cast_type: torch.dtype | None, forward: bool = False) -> _TracedScope:
+    return _TracedScope(cast_type, forward)
+
+
+# ------------------------------------------------------------------------------------------------
+# Registration
+
+def _teach_dynamo() -> None:
+    import torch._dynamo
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables import PolyfilledFunctionVariable
+    from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
+
+    # substitute_in_graph keeps its table by equality, and a CastFunction equals its original; going by
+    # type needs no table.
+    def build(builder: Any, function: Any) -> Any:
+        vars(function).setdefault("__torch_dynamo_polyfill__", make_twin(function))
+        return PolyfilledFunctionVariable(function, source=builder.source,
+                                          **builder.install_guards(GuardBuilder.ID_MATCH))
+
+    def build_without_source(tx: Any, function: Any) -> Any:
+        vars(function).setdefault("__torch_dynamo_polyfill__", make_twin(function))
+        return PolyfilledFunctionVariable(function)
+
+    for cast_function in (_C.CastFunction, _C.CastMethod):
+        VariableBuilder._type_dispatch()[cast_function] = build
+        SourcelessBuilder._type_handlers[cast_function] = build_without_source
+    torch._dynamo.substitute_in_graph(_C.cast_scope, skip_signature_check=True)(_traced_scope)
+    torch._dynamo.allow_in_graph(_swap_scope)
+    torch.fx.node.has_side_effect(_swap_scope)
+
+
+def _guard_cast_type() -> Any:
+    """Called by a CastFunction that runs on fake tensors."""
+    tracing = torch._guards.TracingContext.try_get()
+    if tracing is None:
+        return NotImplemented
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, ImportSource
+
+    package, *attributes = f"{cast_state.__name__}.state.cast_type".split(".")
+    source = functools.reduce(AttrSource, attributes, ImportSource(package))
+    install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+    # The graph names the method, not its casts: keep compile caches from taking one for the other.
+    torch.compiler.config.cache_key_tag = f"{_cache_key_tag}apex_amp {_C.current_cast_type()} {_lists_digest}"
+    return getattr(tracing, "_apex_amp_scope", NotImplemented)
+
+
+class _AfterDynamoImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs `then` once torch._dynamo has been imported by somebody."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+        self.loader: Any = None
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None,
+                  target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _DYNAMO or self.loader is not None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        sys.meta_path.remove(self)
+        self.loader.exec_module(module)
+        self.then()
+
+
+_taught = False
+_cache_key_tag = ""  # the user's own
+_lists_digest = ""
+_waiting: _AfterDynamoImport | None = None
+
+
+def _digest_of_lists() -> str:
+    lists = {name: value for name, value in vars(cast_lists).items() if name.isupper()}
+    return hashlib.sha256(repr(lists).encode()).hexdigest()
+
+
+def _connect() -> None:
+    global _taught, _cache_key_tag, _lists_digest
+    if not _taught:
+        _taught = True
+        _teach_dynamo()
+    _cache_key_tag = torch.compiler.config.cache_key_tag
+    _lists_digest = _digest_of_lists()
+    _C.set_mode_hook(_guard_cast_type)
+    sys.modules[_DYNAMO].reset()
+
+
+def install() -> None:
+    """Connects Dynamo with the casts, now or when somebody imports it; drops what it has compiled."""
+    global _waiting
+    if _DYNAMO in sys.modules:
+        _connect()
+    else:
+        _waiting = _AfterDynamoImport(_connect)
+        sys.meta_path.insert(0, _waiting)
+
+
+def uninstall() -> None:
+    """Undoes `install`."""
+    global _waiting
+    if _waiting in sys.meta_path:
+        sys.meta_path.remove(_waiting)
+    _waiting = None
+    _C.set_mode_hook(None)
+    if _DYNAMO in sys.modules:
+        torch.compiler.config.cache_key_tag = _cache_key_tag
+        sys.modules[_DYNAMO].reset()
