@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._C import versions
 from ..multi_tensor import multi_tensor_copy
 
 
@@ -25,6 +26,9 @@ class MasterWeights:
     counter: `pull` takes the model's values whatever the counters say.
     """
 
+    # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
+    any_is_shared = False
+
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
@@ -35,16 +39,23 @@ class MasterWeights:
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
         master = master_of(parameter)
-        if master is None:
+        if master is not None:
+            master._amp_is_shared = MasterWeights.any_is_shared = True
+        else:
             value = parameter.detach().float() if fp32_value is None else fp32_value.detach()
             master = nn.Parameter(value, requires_grad=True)
+        self._append(parameter, master)
+        return master
+
+    def _append(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
         self._index[id(parameter)] = len(self.model_params)
         self.model_params.append(parameter)
         self.masters.append(master)
-        _attach(parameter, master)
+        # The parameter finds its master, and carries the master's FP32 gradient as its own.
+        parameter._amp_master = master
+        parameter.grad_dtype = None
         self._model_versions.append(parameter._version)
         self._master_versions.append(master._version)
-        return master
 
     def detach(self) -> None:
         """Parts the pairs: the model parameters forget their masters and carry gradients of their own dtype again."""
@@ -60,17 +71,13 @@ class MasterWeights:
 
         Costs two integer comparisons a pair when nothing was written.
         """
-        if parameters is None:
-            master_versions = [master._version for master in self.masters]
-            model_versions = [parameter._version for parameter in self.model_params]
-            if master_versions == self._master_versions and model_versions == self._model_versions:
-                return
-        pushed, pulled = [], []
-        for i in self._chosen(parameters):
-            if self.masters[i]._version != self._master_versions[i]:
-                pushed.append(i)
-            elif self.model_params[i]._version != self._model_versions[i]:
-                pulled.append(i)
+        master_versions, model_versions = versions(self.masters), versions(self.model_params)
+        if master_versions == self._master_versions and model_versions == self._model_versions:
+            return
+        chosen = self._chosen(parameters)
+        pushed = [i for i in chosen if master_versions[i] != self._master_versions[i]]
+        pulled = [i for i in chosen if master_versions[i] == self._master_versions[i]
+                  and model_versions[i] != self._model_versions[i]]
         self._copy(self.masters, self.model_params, pushed)
         self._copy(self.model_params, self.masters, pulled)
 
@@ -107,9 +114,9 @@ class MasterWeights:
         self.sync()
         duplicate = memo[id(self)] = MasterWeights()
         for parameter, master in zip(self.model_params, self.masters):
-            parameter = copy.deepcopy(parameter, memo)
-            parameter._amp_master = copy.deepcopy(master, memo)
-            duplicate.add(parameter)
+            copied = copy.deepcopy(master, memo)
+            vars(copied).update(vars(master))
+            duplicate._append(copy.deepcopy(parameter, memo), copied)
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,14 +126,7 @@ class MasterWeights:
     def __setstate__(self, state: dict[str, Any]) -> None:
         MasterWeights.__init__(self)
         for parameter, master in state["pairs"]:
-            parameter._amp_master = master
-            self.add(parameter)
-
-
-def _attach(parameter: nn.Parameter, master: nn.Parameter) -> None:
-    """Lets a parameter find its master and carry the master's FP32 gradient as its own."""
-    parameter._amp_master = master
-    parameter.grad_dtype = None
+            self._append(parameter, master)
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------
