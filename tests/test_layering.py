@@ -20,13 +20,13 @@ FLOORS = [
     ["amp.overflow"],
     ["amp.amp_optimizer"],
     ["amp.scale_context"],
-    ["amp.frontend"],
-    ["amp.legacy_handle", "amp.autocast", "amp.grad_scaler"],
+    ["amp.frontend", "amp.autocast", "amp.grad_scaler"],
+    ["amp.legacy_handle"],
     ["amp.__init__"],
     ["parallel", "fp16_utils", "legacy_optimizers"],
     ["__init__"],
     ["legacy"],
-    ["cli", "apex_alias"],
+    ["apex_alias", "cli"],
     ["__main__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
