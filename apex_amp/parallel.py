@@ -28,9 +28,9 @@ ReduceOp = dist.ReduceOp if dist.is_available() else None
 _DEFAULT_MESSAGE_SIZE = 10_000_000
 _BYTES_PER_MEBIBYTE = 2 ** 20
 # torch 2.13 renamed the argument and warns about the old name.
+_DDP_ARGUMENTS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_EXCHANGE: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    else "broadcast_buffers": False}
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
