@@ -256,6 +256,20 @@ def tier8(opt_level):
         optimizer.loss_scale = 64.0
         assert optimizer.loss_scale == 64.0
 
+    from apex.optimizers import FusedAdam
+    torch.manual_seed(0)
+    model = Net().half()
+    optimizer = FP16_Optimizer_of_2018(FusedAdam(model.parameters(), lr=0.05, bias_correction=False, max_grad_norm=1.0),
+                                       dynamic_loss_scale=True)
+    losses = []
+    for _ in range(30):
+        loss = F.cross_entropy(model(x.half()).float(), y)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0], losses
+
     model = convert_network(Net(), torch.float16)
     model_params, master_params = prep_param_lists(model)
     F.cross_entropy(model(x.half()).float(), y).backward()

@@ -62,7 +62,7 @@ def positive_int(text: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Options from before and behind SCRIPT; `command` is the rest: the script (or -m and a module) and its arguments."""
+    """Options from before and behind SCRIPT; `command` is the rest: script (or -m and module) and its arguments."""
     parser = make_parser()
     parser.add_argument("--seed", type=int, default=0, help="seed of random, numpy and torch in each run (default: 0)")
     add_legacy_options(parser)
