@@ -73,6 +73,8 @@ def test_run_is_what_python_does(project, command):
     assert actual.stderr == expected.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_run_answers_apex_also_behind_torchrun(project):
     script = project / "train.py"
     script.write_text("import os, sys, apex.amp\n"
@@ -161,6 +163,7 @@ def read_report(folder):
         return {level["opt_level"]: level for level in report["levels"]}, list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_compare_runs_every_level_and_reports(train_script):
     done = apex_amp("compare", "train.py", "--mode", "overflow", "--opt-levels", "O0", "O1", "O2", "O3", "--steps", "6",
                     "--out", "out", cwd=train_script)
@@ -183,6 +186,7 @@ def test_compare_runs_every_level_and_reports(train_script):
     assert [line.split()[0] for line in table[:5]] == ["level", "O0", "O1", "O2", "O3"]
 
 
+@pytest.mark.slow
 def test_compare_a_level_that_crashes_is_a_row(train_script):
     done = apex_amp("compare", "--out", "out", "--opt-levels", "O0", "O2", "train.py", "--mode", "crash", "--",
                     "--steps", "4", cwd=train_script)
@@ -194,6 +198,7 @@ def test_compare_a_level_that_crashes_is_a_row(train_script):
     assert "script is done 4" in (train_script / "out" / "O2.log").read_text()
 
 
+@pytest.mark.slow
 def test_compare_keeps_what_is_there_at_ctrl_c(train_script):
     process = subprocess.Popen(
         [sys.executable, "-m", "apex_amp", "compare", "train.py", "--mode", "slow", "--opt-levels", "O0", "O1",

@@ -167,5 +167,7 @@ def check_everything(rank, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_collectives_in_two_processes(tmp_path):
     torch.multiprocessing.spawn(check_everything, (str(tmp_path),), nprocs=WORLD_SIZE)
