@@ -78,7 +78,7 @@ def _to(value: Any, target: torch.dtype) -> Any:
 
 
 def _exceeds(values: Any, dtypes: set[torch.dtype]) -> bool:
-    limit = 65504.0 if torch.float16 in dtypes else 3.3895313892515355e38
+    limit = torch.finfo(torch.float16 if torch.float16 in dtypes else torch.bfloat16).max
     return any(type(value) in (int, float) and limit < abs(value) < float("inf") for value in values)
 
 
