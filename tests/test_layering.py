@@ -25,7 +25,6 @@ FLOORS = [
     ["amp.__init__"],
     ["parallel", "fp16_utils", "legacy_optimizers"],
     ["__init__"],
-    ["legacy_torch"],
     ["legacy"],
     ["apex_alias", "cli"],
     ["__main__"],
