@@ -6,6 +6,7 @@
 // cast is in `cached_cast`. All state but the process default is guarded by the GIL or thread-local.
 #include "cast_function.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_to_copy.h>
@@ -47,6 +48,9 @@ std::atomic<uint32_t> cast_devices{0xffffffffu};  // a bit per c10::DeviceType
 struct ThreadState {
   int8_t scope = kUnset;             // what the innermost CastScope of this thread says
   bool held = false;                 // it is an explicit off, which forwards inside it do not lift
+  bool uncached = false;             // it casts parameters anew at each use
+  bool region = false;               // it is a region of the native face, whose casts leave with the outermost one
+  uint32_t devices = 0;              // a bit per c10::DeviceType that it casts; 0: those of the process
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
@@ -60,6 +64,11 @@ uint64_t last_forward = 0;
 inline CastType current_cast_type() {
   const int8_t scope = thread_state.scope;
   return static_cast<CastType>(scope == kUnset ? default_cast_type.load(std::memory_order_relaxed) : scope);
+}
+
+inline uint32_t current_devices() {
+  const uint32_t devices = thread_state.devices;
+  return devices ? devices : cast_devices.load(std::memory_order_relaxed);
 }
 
 PyObject* dtype_object(int8_t cast_type) {
@@ -113,7 +122,7 @@ inline unsigned tensor_kind(PyObject* object) {
     default: return 0;
   }
   const auto device = static_cast<unsigned>(impl->device_type());
-  if (!((cast_devices.load(std::memory_order_relaxed) >> device) & 1u)) return 0;
+  if (!((current_devices() >> device) & 1u)) return 0;
   if (C10_UNLIKELY(impl->key_set().has_any(c10::sparse_ks | c10::sparse_csr_ks))) kind |= kSparseKind;
   return kind;
 }
@@ -268,7 +277,7 @@ PyObject* cached_cast(const at::Tensor& tensor, ScalarType type) {
   const auto version = static_cast<uint32_t>(tensor._version());
   const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const uint64_t forward = thread_state.forward;
-  const bool bounded = key.mode != kGrad || shares_storage(tensor);
+  const bool bounded = key.mode != kGrad || thread_state.region || shares_storage(tensor);
 
   auto& cache = weight_cache();
   const auto found = cache.find(key);
@@ -325,7 +334,7 @@ PyObject* cast_tensor(PyObject* object, ScalarType type) {
     ++counters.casts;
     return THPVariable_Wrap(tensor.to(type));
   }
-  if (is_cacheable(tensor)) return cached_cast(tensor, type);
+  if (!thread_state.uncached && is_cacheable(tensor)) return cached_cast(tensor, type);
   return THPVariable_Wrap(to_type(tensor, type));
 }
 
@@ -783,14 +792,39 @@ PyTypeObject* make_function_type(const char* name, bool binds) {
 // ---------------------------------------------------------------------------------------------
 // CastScope
 
+// What a scope sets for its thread, and puts back.
+struct Scoped {
+  int8_t scope;
+  bool held;
+  bool uncached;
+  bool region;
+  uint32_t devices;
+};
+
+inline Scoped current_scoped() {
+  const auto& state = thread_state;
+  return {state.scope, state.held, state.uncached, state.region, state.devices};
+}
+
+Scoped exchange_scoped(const Scoped& next) {
+  const Scoped outer = current_scoped();
+  auto& state = thread_state;
+  state.scope = next.scope;
+  state.held = next.held;
+  state.uncached = next.uncached;
+  state.region = next.region;
+  state.devices = next.devices;
+  return outer;
+}
+
 struct CastScope {
   PyObject_HEAD
-  int8_t cast_type;
-  bool held;
+  Scoped inner;
+  Scoped outer;
   bool forward;
   bool entered;
-  int8_t outer_scope;
-  bool outer_held;
+  bool keeps_autocast;     // torch.autocast goes on inside
+  uint32_t autocasts_off;  // bits of kAutocastDevices that it switched off
 };
 
 PyTypeObject* scope_type = nullptr;
@@ -810,6 +844,25 @@ void leave_forward() {
   });
 }
 
+// The innermost region decides, so a torch.autocast around a scope pauses inside it.
+constexpr std::array<at::DeviceType, 2> kAutocastDevices = {at::kCPU, at::kCUDA};
+
+uint32_t pause_autocast() {
+  uint32_t paused = 0;
+  for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
+    if (!at::autocast::is_autocast_enabled(kAutocastDevices[i])) continue;
+    at::autocast::set_autocast_enabled(kAutocastDevices[i], false);
+    paused |= 1u << i;
+  }
+  return paused;
+}
+
+void resume_autocast(uint32_t paused) {
+  for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
+    if (paused >> i & 1u) at::autocast::set_autocast_enabled(kAutocastDevices[i], true);
+  }
+}
+
 PyObject* CastScope_enter(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<CastScope*>(object);
   if (self->entered) {
@@ -817,21 +870,18 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
     return nullptr;
   }
   self->entered = true;
-  self->outer_scope = thread_state.scope;
-  self->outer_held = thread_state.held;
   if (self->forward) enter_forward();
-  if (!self->forward || !thread_state.held) {
-    thread_state.scope = self->cast_type;
-    thread_state.held = self->held;
-  }
+  const bool stays_off = self->forward && !self->inner.region && thread_state.held;
+  self->outer = exchange_scoped(stays_off ? current_scoped() : self->inner);
+  self->autocasts_off = self->keeps_autocast ? 0 : pause_autocast();
   Py_RETURN_NONE;
 }
 
 PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   auto* self = reinterpret_cast<CastScope*>(object);
   self->entered = false;
-  thread_state.scope = self->outer_scope;
-  thread_state.held = self->outer_held;
+  resume_autocast(self->autocasts_off);
+  exchange_scoped(self->outer);
   if (self->forward) leave_forward();
   Py_RETURN_NONE;
 }
@@ -845,13 +895,13 @@ PyType_Spec scope_spec = {"apex_amp._C.CastScope", sizeof(CastScope), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                           scope_slots};
 
-PyObject* make_scope(int8_t cast_type, bool held, bool forward) {
+PyObject* make_scope(const Scoped& inner, bool forward, bool keeps_autocast) {
   PyObject* object = scope_type->tp_alloc(scope_type, 0);
   if (object == nullptr) return nullptr;
   auto* self = reinterpret_cast<CastScope*>(object);
-  self->cast_type = cast_type;
-  self->held = held;
+  self->inner = inner;
   self->forward = forward;
+  self->keeps_autocast = keeps_autocast;
   return object;
 }
 
@@ -864,20 +914,41 @@ PyObject* cast_scope(PyObject*, PyObject* args, PyObject* kwargs) {
   }
   int8_t cast_type;
   if (!parse_cast_type(object, &cast_type)) return nullptr;
-  return make_scope(cast_type, cast_type == kOff && !forward, forward != 0);
+  return make_scope({cast_type, cast_type == kOff && !forward, false, false, 0}, forward != 0, false);
 }
 
-// A token of the calling thread's present state, and the scope that brings it back, in any thread.
-constexpr long kHeldToken = 16;
+// A region of the native face: casts tensors of one device type, and counts as a forward for the weight cache.
+PyObject* region_scope(PyObject*, PyObject* args) {
+  PyObject* object;
+  const char* device_type;
+  int cached;
+  int8_t cast_type;
+  if (!PyArg_ParseTuple(args, "Osp", &object, &device_type, &cached) || !parse_cast_type(object, &cast_type)) {
+    return nullptr;
+  }
+  HANDLE_TH_ERRORS
+  const uint32_t devices = 1u << static_cast<unsigned>(c10::Device(device_type).type());
+  // Off for a device type that is not cast here anyway leaves the others as they are.
+  if (cast_type == kOff && !(current_devices() & devices)) return make_scope(current_scoped(), true, true);
+  return make_scope({cast_type, cast_type == kOff, !cached, true, devices}, true, false);
+  END_HANDLE_TH_ERRORS
+}
 
+// Inside a torch.autocast region the casts are torch's.
+PyObject* autocast_scope(PyObject*, PyObject*) { return make_scope({kOff, false, false, false, 0}, false, true); }
+
+// The calling thread's present state packed into an integer, and the scope that brings it back, in any thread.
 PyObject* scope_token(PyObject*, PyObject*) {
-  return PyLong_FromLong(current_cast_type() + (thread_state.held ? kHeldToken : 0));
+  const Scoped now = current_scoped();
+  const uint64_t flags = now.held | now.uncached << 1 | now.region << 2;
+  return PyLong_FromUnsignedLongLong(uint64_t{now.devices} << 16 | flags << 8 | uint64_t(current_cast_type()));
 }
 
 PyObject* resume_scope(PyObject*, PyObject* object) {
-  const long token = PyLong_AsLong(object);
-  if (token == -1 && PyErr_Occurred()) return nullptr;
-  return make_scope(static_cast<int8_t>(token % kHeldToken), token >= kHeldToken, false);
+  const uint64_t token = PyLong_AsUnsignedLongLong(object);
+  if (PyErr_Occurred()) return nullptr;
+  return make_scope({static_cast<int8_t>(token & 0xff), (token >> 8 & 1) != 0, (token >> 9 & 1) != 0,
+                     (token >> 10 & 1) != 0, static_cast<uint32_t>(token >> 16)}, false, true);
 }
 
 // The calling thread's cast state as an attribute, which torch.compile can read and guard.
@@ -923,6 +994,13 @@ PyObject* set_cast_devices(PyObject*, PyObject* device_types) {
   }
   cast_devices.store(mask, std::memory_order_relaxed);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* is_cast_device(PyObject*, PyObject* device_type) {
+  HANDLE_TH_ERRORS
+  const c10::Device device(pybind11::handle(device_type).cast<std::string>());
+  return PyBool_FromLong(current_devices() >> static_cast<unsigned>(device.type()) & 1u);
   END_HANDLE_TH_ERRORS
 }
 
@@ -975,6 +1053,10 @@ PyMethodDef module_functions[] = {
      "tensor arguments by `policy` and calls `original`."},
     {"cast_scope", with_keywords(cast_scope), METH_VARARGS | METH_KEYWORDS,
      "cast_scope(cast_type, forward=False): context manager; see apex_amp.amp.cast_state."},
+    {"region_scope", region_scope, METH_VARARGS,
+     "region_scope(cast_type, device_type, cached): context manager; see apex_amp.amp.autocast."},
+    {"autocast_scope", autocast_scope, METH_NOARGS, nullptr},
+    {"is_cast_device", is_cast_device, METH_O, nullptr},
     {"current_cast_type", get_cast_type, METH_NOARGS, nullptr},
     {"default_cast_type", get_default_cast_type, METH_NOARGS, nullptr},
     {"set_default_cast_type", set_default_cast_type, METH_O, nullptr},

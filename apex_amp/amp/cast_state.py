@@ -29,6 +29,14 @@ def cast_scope(cast_type: torch.dtype | None, forward: bool = False) -> contextl
     return _C.cast_scope(cast_type, forward)
 
 
+def cast_region(cast_type: torch.dtype | None, device_type: str, cached: bool) -> contextlib.AbstractContextManager[None]:
+    """Context manager of the native face: a scope that casts tensors of one device type only.
+
+    Cached casts leave with the outermost region; `cached=False` makes none.
+    """
+    return _C.region_scope(cast_type, device_type, cached)
+
+
 def disable_casts() -> contextlib.AbstractContextManager[None]:
     """Context manager: inside it, this thread runs plain torch, in the dtypes its tensors have."""
     return _C.cast_scope(None)

@@ -24,6 +24,7 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
+    _pause_in_torch_autocast(replace)
 
 
 def _script_without_patches(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
@@ -108,6 +109,28 @@ def _notice_data_access(replace: Replace) -> None:
         return original.__get__(self)
 
     replace(torch.Tensor, "data", property(get, original.__set__, original.__delete__, original.__doc__))
+
+
+def _pause_in_torch_autocast(replace: Replace) -> None:
+    """Of nested regions the innermost decides: inside torch's own, casts are torch's."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        entered = enter(self)
+        scope = _C.autocast_scope()
+        scope.__enter__()
+        vars(self).setdefault("_paused_casts", []).append(scope)
+        return entered
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *exception: Any) -> Any:
+        if vars(self).get("_paused_casts"):  # not when it was entered before the patches were installed
+            self._paused_casts.pop().__exit__(*exception)
+        return leave(self, *exception)
+
+    replace(torch.autocast, "__enter__", __enter__)
+    replace(torch.autocast, "__exit__", __exit__)
 
 
 def free_deleted_models(phase: str, info: dict[str, int]) -> None:
