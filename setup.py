@@ -3,10 +3,12 @@
 APEX_AMP_CUDA=1 demands the CUDA kernels, 0 leaves them out; unset, they are built when torch has
 CUDA and an nvcc of the same major version is found, whether or not a GPU is visible.
 TORCH_CUDA_ARCH_LIST chooses the GPU architectures (default: sm_80, sm_90, sm_100 and PTX).
+MAX_JOBS limits the compilers that run at once.
 """
 import glob
 import os
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +20,7 @@ try:
 except ImportError:
     # pip builds in an isolated environment that hides site-packages; the extension must be built
     # against the torch it will be loaded beside, so look there before giving up.
-    sys.path.append(sysconfig.get_path("purelib"))
+    sys.path += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
     try:
         import torch
     except ImportError:
@@ -31,9 +33,12 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 def find_cuda_home():
     """The CUDA toolkit's folder, from CUDA_HOME, CUDA_PATH or the nvcc on PATH; None without one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home is None:
-        nvcc = shutil.which("nvcc")
-        home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else None
+    nvcc = shutil.which("nvcc")
+    if home is None and nvcc:
+        # The nvcc on PATH may be a script somewhere else: ask it.
+        dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+        top = next((line for line in dry_run.splitlines() if line.startswith("#$ TOP=")), None)
+        home = os.path.realpath(top.partition("=")[2]) if top else None
     return home if home and os.path.exists(os.path.join(home, "bin", "nvcc")) else None
 
 
@@ -60,6 +65,7 @@ def cuda_include_dirs(cuda_home):
 
 
 def extension():
+    """The extension module, and the line that says what it holds and why."""
     switch = os.environ.get("APEX_AMP_CUDA", "")
     if switch not in ("", "0", "1"):
         sys.exit(f"apex_amp: APEX_AMP_CUDA must be 0 or 1, got {switch!r}")
@@ -73,20 +79,56 @@ def extension():
     cxx = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden",
            "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas"]
     sources = ["csrc/bindings.cpp", "csrc/cast_function.cpp", "csrc/multi_tensor_cpu.cpp"]
-    common = dict(name="apex_amp._C", depends=sorted(glob.glob("csrc/*.h")), extra_link_args=["-fopenmp"])
+    common = dict(name="apex_amp._C", depends=["setup.py", *sorted(glob.glob("csrc/*.h"))],
+                  extra_link_args=["-fopenmp"])
     if reason:
-        print(f"apex_amp: building CPU kernels only ({reason})", file=sys.stderr)
-        return CppExtension(sources=sources, extra_compile_args={"cxx": cxx}, **common)
+        return (CppExtension(sources=sources, extra_compile_args={"cxx": cxx}, **common),
+                f"building CPU kernels only ({reason})")
 
-    os.environ["CUDA_HOME"] = cuda_home
+    torch.utils.cpp_extension.CUDA_HOME = cuda_home  # what it found by itself at import may be wrong
     architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
-    print(f"apex_amp: building CPU and CUDA kernels ({architectures}, {cuda_home})", file=sys.stderr)
-    return CUDAExtension(
+    cuda = CUDAExtension(
         sources=sources + ["csrc/multi_tensor_cuda.cu"],
         include_dirs=cuda_include_dirs(cuda_home),
         define_macros=[("APEX_AMP_CUDA", None), ("APEX_AMP_CUDA_ARCHITECTURES", f'"{architectures}"')],
         extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr"]},
         **common)
+    return cuda, f"building CPU and CUDA kernels ({architectures}, {cuda_home})"
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+class BuildWhenChanged(BuildExtension):
+    """Builds only what changed, also across plain, wheel and editable builds of one checkout.
+
+    torch's BuildExtension links every time, since it cannot know which headers and which torch a
+    module depends on. Here both are listed: the headers by `extension`, the rest by a file that is
+    rewritten when torch, a flag or the compiler changes.
+    """
+
+    def finalize_options(self):
+        forced = self.force
+        super().finalize_options()
+        build = self.get_finalized_command("build")
+        self.force = bool(forced or build.force)
+        # An editable build would compile everything once more in a folder that is thrown away.
+        self.build_temp = os.path.join(build.build_base, f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
+
+    def build_extensions(self):
+        print(f"apex_amp: {SUMMARY}", file=sys.stderr)
+        for ext in self.extensions:
+            ext.depends.append(self.write_configuration(ext))
+        super().build_extensions()
+
+    def write_configuration(self, ext):
+        """The path of the file that holds what `ext` is built with; its time moves when that does."""
+        variables = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
+        configuration = repr((torch.__version__, torch.__file__, vars(ext), [os.environ.get(v) for v in variables]))
+        path = os.path.join(self.build_temp, "configuration.txt")
+        os.makedirs(self.build_temp, exist_ok=True)
+        if not os.path.exists(path) or open(path).read() != configuration:
+            with open(path, "w") as file:
+                file.write(configuration)
+        return path
+
+
+EXTENSION, SUMMARY = extension()
+setup(ext_modules=[EXTENSION], cmdclass={"build_ext": BuildWhenChanged})

@@ -15,42 +15,55 @@ here waits for a device whose tensors it works on.
 No function has a gradient: they run on gradients and parameters, and refuse to write a tensor that requires grad in
 grad mode. Every written tensor's version moves. Errors are TypeError or ValueError that name the argument and its
 index, and nothing has been written when one is raised.
+
+Eager calls go straight to the compiled functions. Under torch.compile, and for tensors the compiled functions can't
+reach by pointer (see csrc/bindings.cpp), calls go to the ops registered here as torch.ops.apex_amp.*, which run the
+same functions, or plain torch where this build has no kernels for the device.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _C
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_copy", "multi_tensor_l2norm", "multi_tensor_scale",
            "multi_tensor_unscale_", "update_scale_"]
 
+_ops = torch.ops.apex_amp
+
 
 def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor,
                        found_inf_per_tensor: Tensor | None = None) -> None:
     """dst[i] = src[i] * scale, checking src for inf and NaN. float64 is allowed; dst[i] may be src[i]."""
-    _C.multi_tensor_scale(src, dst, found_inf, scale, found_inf_per_tensor)
+    if is_compiling() or not _C.multi_tensor_scale(src, dst, found_inf, scale, found_inf_per_tensor):
+        _ops.multi_tensor_scale(src, dst, found_inf, scale, found_inf_per_tensor)
 
 
 def multi_tensor_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor,
                           found_inf_per_tensor: Tensor | None = None) -> None:
     """grads[i] *= inv_scale, checking them for inf and NaN before. float64 is allowed."""
-    _C.multi_tensor_unscale_(grads, found_inf, inv_scale, found_inf_per_tensor)
+    if is_compiling() or not _C.multi_tensor_unscale_(grads, found_inf, inv_scale, found_inf_per_tensor):
+        _ops.multi_tensor_unscale_(grads, found_inf, inv_scale, found_inf_per_tensor)
 
 
 def multi_tensor_axpby(x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor,
                        a: float | Tensor, b: float | Tensor, check: str = "x",
                        found_inf_per_tensor: Tensor | None = None) -> None:
     """out[i] = a * x[i] + b * y[i], both products rounded; checks "x", "y" or "both". out[i] may be x[i] or y[i]."""
-    _C.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor)
+    if is_compiling() or not _C.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor):
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
+            a, b = _scalar_tensor(a, found_inf), _scalar_tensor(b, found_inf)
+        _ops.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor)
 
 
 def multi_tensor_copy(src: Sequence[Tensor], dst: Sequence[Tensor]) -> None:
     """dst[i] = src[i], converted to dst[i]'s dtype."""
-    _C.multi_tensor_copy(src, dst)
+    if is_compiling() or not _C.multi_tensor_copy(src, dst):
+        _ops.multi_tensor_copy(src, dst)
 
 
 def multi_tensor_l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -60,7 +73,12 @@ def multi_tensor_l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> 
     double in a fixed order: a norm's bits depend neither on alignment nor on the other tensors nor on the number of
     threads, and float inputs up to 1e30 don't overflow. The norm of no tensors is 0, on the CPU.
     """
-    return _C.multi_tensor_l2norm(tensors, per_tensor)
+    if len(tensors) == 0:
+        return (torch.zeros(()), torch.zeros(0)) if per_tensor else torch.zeros(())
+    result = None if is_compiling() else _C.multi_tensor_l2norm(tensors, per_tensor)
+    if result is None:
+        result = (_ops.multi_tensor_l2norm_per_tensor if per_tensor else _ops.multi_tensor_l2norm)(tensors)
+    return result
 
 
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth_factor: float,
@@ -72,5 +90,159 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, grow
     changed scale is clamped to [min_scale, max_scale]. scale: float32, growth_tracker: int32, one element each, on
     one device.
     """
-    _C.update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale,
-                     max_scale)
+    args = (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
+    if is_compiling() or not _C.update_scale_(*args):
+        _ops.update_scale_(*args)
+
+
+# The same functions in plain torch, for devices this build has no kernels for. Nothing here waits for the device.
+
+def _scalar_tensor(value: float | Tensor, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _scalar_on(value: float | Tensor, device: torch.device) -> float | Tensor:
+    return value.reshape(()).to(device) if isinstance(value, Tensor) else value
+
+
+def _by_device(first: Sequence[Tensor]) -> Iterator[tuple[torch.device, list[int]]]:
+    """Each device of the list with the positions of its tensors that aren't empty."""
+    positions: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(first):
+        if tensor.numel():
+            positions.setdefault(tensor.device, []).append(i)
+    yield from positions.items()
+
+
+def _raise_flags(tensors: list[Tensor], index: list[int], found_inf: Tensor, per_tensor: Tensor | None) -> None:
+    """Raises found_inf, and per_tensor at index, for tensors that aren't finite: their largest magnitude isn't."""
+    bad = ~torch.stack([norm.float() for norm in torch._foreach_norm(tensors, float("inf"))]).isfinite()
+    found_inf.masked_fill_(bad.any().to(found_inf.device), 1.0)
+    if per_tensor is not None:
+        where = torch.tensor(index, device=per_tensor.device)
+        per_tensor[where] = per_tensor[where].masked_fill(bad.to(per_tensor.device), 1.0)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _torch_scale(src: list[Tensor], dst: list[Tensor], found_inf: Tensor, scale: float | Tensor,
+                 found_inf_per_tensor: Tensor | None = None) -> None:
+    for device, index in _by_device(src):
+        inputs = [src[i] for i in index]
+        _raise_flags(inputs, index, found_inf, found_inf_per_tensor)
+        products = torch._foreach_mul([_wide(t) for t in inputs], _scalar_on(scale, device))
+        torch._foreach_copy_([dst[i] for i in index], products)
+
+
+def _torch_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: float | Tensor,
+                    found_inf_per_tensor: Tensor | None = None) -> None:
+    _torch_scale(grads, grads, found_inf, inv_scale, found_inf_per_tensor)
+
+
+def _torch_axpby(x: list[Tensor], y: list[Tensor], out: list[Tensor], found_inf: Tensor, a: float | Tensor,
+                 b: float | Tensor, check: str = "x", found_inf_per_tensor: Tensor | None = None) -> None:
+    for device, index in _by_device(x):
+        xs, ys = [x[i].float() for i in index], [y[i].float() for i in index]
+        for name, inputs in (("x", xs), ("y", ys)):
+            if check in (name, "both"):
+                _raise_flags(inputs, index, found_inf, found_inf_per_tensor)
+        sums = torch._foreach_mul(xs, _scalar_on(a, device))
+        torch._foreach_add_(sums, torch._foreach_mul(ys, _scalar_on(b, device)))
+        torch._foreach_copy_([out[i] for i in index], sums)
+
+
+def _torch_copy(src: list[Tensor], dst: list[Tensor]) -> None:
+    torch._foreach_copy_(dst, src)
+
+
+def _torch_l2norm_per_tensor(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    norms = torch.zeros(len(tensors), dtype=torch.float64, device=tensors[0].device)
+    for _, index in _by_device(tensors):
+        found = torch.stack(torch._foreach_norm([tensors[i] for i in index], 2, dtype=torch.float64))
+        norms[torch.tensor(index, device=norms.device)] = found.to(norms.device)
+    return norms.norm().float(), norms.float()
+
+
+def _torch_l2norm(tensors: list[Tensor]) -> Tensor:
+    return _torch_l2norm_per_tensor(tensors)[0]
+
+
+def _torch_update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth_factor: float,
+                         backoff_factor: float, growth_interval: int, min_scale: float, max_scale: float) -> None:
+    found = found_inf.to(scale.device).reshape(scale.shape) != 0
+    count = (growth_tracker + 1).reshape(scale.shape)
+    changed = found | (count >= growth_interval)
+    factor = torch.where(found, backoff_factor, growth_factor)
+    growth_tracker.copy_(count.masked_fill(changed, 0).reshape(growth_tracker.shape))
+    scale.copy_(torch.where(changed, (scale * factor).clamp(min_scale, max_scale), scale))
+
+
+# The registered ops: they mutate what their schema marks and have no gradient.
+
+def _direct(function: Callable[..., object]) -> Callable[..., object]:
+    """A compiled function as a registered op's kernel, where there is nothing left to dispatch to."""
+    def kernel(*args: object) -> object:
+        result = function(*args)
+        if result is None or result is False:
+            raise TypeError(f"apex_amp::{function.__name__}: expected tensors with memory of their own, all on devices "
+                            "this build has kernels for; got a tensor subclass or a foreign device in a list")
+        return None if result is True else result
+    return kernel
+
+
+def _fake_nothing(*args: object, **kwargs: object) -> None:
+    """Ops that only write have no outputs to describe."""
+
+
+def _fake_l2norm(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float32)
+
+
+def _fake_l2norm_per_tensor(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return _fake_l2norm(tensors), tensors[0].new_empty(len(tensors), dtype=torch.float32)
+
+
+def _l2norm(tensors: list[Tensor]) -> Tensor | None:
+    return _C.multi_tensor_l2norm(tensors, False)
+
+
+def _l2norm_per_tensor(tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    return _C.multi_tensor_l2norm(tensors, True)
+
+
+def _register(library: torch.library.Library, schema: str, compiled: Callable[..., object],
+              in_torch: Callable[..., object], fake: Callable[..., object] = _fake_nothing) -> None:
+    name = schema.partition("(")[0]
+    library.define(schema)
+    for key in ("CPU", "CUDA") if _C.build_info()["cuda"] else ("CPU",):
+        library.impl(name, _direct(compiled), key)
+    library.impl(name, in_torch, "CompositeExplicitAutograd")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"apex_amp::{name}", fake, lib=library)
+
+
+def _register_ops() -> torch.library.Library:
+    library = torch.library.Library("apex_amp", "DEF")
+    flags = "Tensor(b!) found_inf"
+    per_tensor = "Tensor(c!)? found_inf_per_tensor=None"
+    # The overload that takes tensors comes first: torch.ops would read a tensor as a float, waiting for its device.
+    for overload, scalar in ((".tensor", "Tensor"), ("", "float")):
+        _register(library, f"multi_tensor_scale{overload}(Tensor[] src, Tensor(a!)[] dst, {flags}, {scalar} scale, "
+                  f"{per_tensor}) -> ()", _C.multi_tensor_scale, _torch_scale)
+        _register(library, f"multi_tensor_unscale_{overload}(Tensor(a!)[] grads, {flags}, {scalar} inv_scale, "
+                  f"{per_tensor}) -> ()", _C.multi_tensor_unscale_, _torch_unscale_)
+        _register(library, f"multi_tensor_axpby{overload}(Tensor[] x, Tensor[] y, Tensor(a!)[] out, {flags}, "
+                  f"{scalar} a, {scalar} b, str check=\"x\", {per_tensor}) -> ()", _C.multi_tensor_axpby, _torch_axpby)
+    _register(library, "multi_tensor_copy(Tensor[] src, Tensor(a!)[] dst) -> ()", _C.multi_tensor_copy, _torch_copy)
+    _register(library, "multi_tensor_l2norm(Tensor[] tensors) -> Tensor", _l2norm, _torch_l2norm, _fake_l2norm)
+    _register(library, "multi_tensor_l2norm_per_tensor(Tensor[] tensors) -> (Tensor, Tensor)", _l2norm_per_tensor,
+              _torch_l2norm_per_tensor, _fake_l2norm_per_tensor)
+    _register(library, "update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor found_inf, "
+              "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale) -> ()",
+              _C.update_scale_, _torch_update_scale_)
+    return library
+
+
+_library = _register_ops()

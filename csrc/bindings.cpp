@@ -1,9 +1,9 @@
 // The one pybind11 unit of apex_amp._C: Python lists of tensors in, checked tables for the executors out.
 //
 // A multi-tensor function checks every argument before it writes anything. It does nothing and returns False (None
-// from l2norm) when a tensor can't be reached by pointer: it lives on a device this build has no kernels for, or it
-// stands for other tensors (FakeTensor, DTensor, functional and batched ones). multi_tensor.py then calls the
-// registered op, and torch's dispatcher finds what to run.
+// from l2norm) when pointers won't do: a tensor lives on a device this build has no kernels for or stands for other
+// tensors (FakeTensor, DTensor, functional and batched ones), or a dispatch mode must see the call. multi_tensor.py
+// then calls the registered op, and torch's dispatcher finds what to run.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -16,6 +16,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <array>
@@ -63,6 +64,8 @@ std::optional<DType> dtype_tag(at::ScalarType dtype) {
   }
 }
 
+const char* dtype_name(at::ScalarType dtype) { return torch::getTHPDtype(dtype)->name; }
+
 // Whether a tensor's values are in no memory of its own.
 bool is_indirect(const at::Tensor& tensor) {
   static constexpr c10::DispatchKeySet keys{c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
@@ -94,7 +97,8 @@ struct ScalarArgument {
 // Unpacks the arguments of one call, with the call's name in every error.
 struct Call {
   const char* op;
-  bool direct = true;  // every tensor seen so far is reachable by pointer
+  // Whether pointers will do, as far as the arguments were seen.
+  bool direct = !c10::impl::TorchDispatchModeTLS::any_modes_set();
 
   template <class Error>
   [[noreturn]] void fail(const std::string& argument, const std::string& expected, const std::string& got) const {
@@ -115,7 +119,7 @@ struct Call {
   const at::Tensor& vector(py::handle object, const char* argument, at::ScalarType dtype, int64_t numel) {
     const at::Tensor& result = tensor(object, argument);
     if (result.scalar_type() != dtype) {
-      fail<py::type_error>(argument, text("dtype ", dtype), text(result.scalar_type()));
+      fail<py::type_error>(argument, text("dtype ", dtype_name(dtype)), dtype_name(result.scalar_type()));
     }
     if (result.layout() != at::kStrided || result.numel() != numel || !result.is_contiguous()) {
       fail<py::value_error>(argument, text("a contiguous tensor of ", numel, " element(s)"),
@@ -222,7 +226,7 @@ class TensorLists {
     const std::optional<DType> dtype = dtype_tag(tensor.scalar_type());
     if (!dtype || (*dtype == DType::kDouble && !doubles)) {
       call_.fail<py::type_error>(name(l, i), doubles ? "float16, bfloat16, float32 or float64"
-                                                     : "float16, bfloat16 or float32", text(tensor.scalar_type()));
+                                                     : "float16, bfloat16 or float32", dtype_name(tensor.scalar_type()));
     }
     if (tensor.layout() != at::kStrided) {
       call_.fail<py::value_error>(name(l, i), "a dense tensor", text("layout ", tensor.layout()));
@@ -541,9 +545,12 @@ py::dict build_info() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace apex_amp;
-  m.def("multi_tensor_scale", &multi_tensor_scale);
-  m.def("multi_tensor_unscale_", &multi_tensor_unscale_);
-  m.def("multi_tensor_axpby", &multi_tensor_axpby);
+  m.def("multi_tensor_scale", &multi_tensor_scale, py::arg("src"), py::arg("dst"), py::arg("found_inf"),
+        py::arg("scale"), py::arg("found_inf_per_tensor") = py::none());
+  m.def("multi_tensor_unscale_", &multi_tensor_unscale_, py::arg("grads"), py::arg("found_inf"),
+        py::arg("inv_scale"), py::arg("found_inf_per_tensor") = py::none());
+  m.def("multi_tensor_axpby", &multi_tensor_axpby, py::arg("x"), py::arg("y"), py::arg("out"), py::arg("found_inf"),
+        py::arg("a"), py::arg("b"), py::arg("check") = "x", py::arg("found_inf_per_tensor") = py::none());
   m.def("multi_tensor_copy", &multi_tensor_copy);
   m.def("multi_tensor_l2norm", &multi_tensor_l2norm);
   m.def("update_scale_", &update_scale_);

@@ -1,10 +1,8 @@
 // CPU executor: one pass over all tensors, split over threads by total elements. No torch headers.
 //
-// On x86-64 with AVX2 and F16C, blocks of elements are converted with intrinsics and the element runs in a loop the
+// On x86-64 with AVX2, FMA and F16C, blocks of elements are converted with intrinsics and the element runs in a loop the
 // compiler vectorizes; heads, tails, float64 and other machines take the scalar twin, which gives the same bits.
 #include "multi_tensor.h"
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,8 +12,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define APEX_AMP_AVX2 __attribute__((target("avx2,f16c")))
-#define APEX_AMP_AVX2_INLINE __attribute__((target("avx2,f16c"), always_inline)) inline
+#define APEX_AMP_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define APEX_AMP_AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) inline
 #endif
 
 namespace apex_amp {
@@ -208,16 +206,17 @@ template <class Element, bool kStream, class... T, size_t... I>
 APEX_AMP_AVX2_INLINE int64_t apply_blocks(const Element& element, void* const* pointers, int64_t i, int64_t n,
                                           uint32_t* bad, std::index_sequence<I...>) {
   constexpr int kLists = Element::kLists;
+  void* const p[kLists] = {pointers[I]...};  // local: no store through the lists can alias it
   alignas(32) float registers[kLists][kBlock];
   alignas(32) uint32_t found[kBlock] = {};
   for (; i + kBlock <= n; i += kBlock) {
-    (load_block<in(Element::kReads, I)>(registers[I], static_cast<const T*>(pointers[I]) + i), ...);
+    (load_block<in(Element::kReads, I)>(registers[I], static_cast<const T*>(p[I]) + i), ...);
     for (int k = 0; k < kBlock; ++k) {
       float r[kLists] = {(in(Element::kReads, I) ? registers[I][k] : 0.0f)...};
       found[k] |= element(r);
       ((in(Element::kWrites, I) ? void(registers[I][k] = r[I]) : void()), ...);
     }
-    (store_block<in(Element::kWrites, I), kStream && !in(Element::kReads, I)>(static_cast<T*>(pointers[I]) + i,
+    (store_block<in(Element::kWrites, I), kStream && !in(Element::kReads, I)>(static_cast<T*>(p[I]) + i,
                                                                               registers[I]), ...);
   }
   for (int k = 0; k < kBlock; ++k) *bad |= found[k];
@@ -252,7 +251,8 @@ APEX_AMP_AVX2 uint32_t span_avx2(const void* args, int64_t index, void* const* p
 }
 
 bool has_avx2() {
-  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                                __builtin_cpu_supports("f16c");
   return supported;
 }
 void store_fence() { _mm_sfence(); }
@@ -276,12 +276,11 @@ Span choose_span() {
 
 constexpr int64_t kGrainSize = 32768;  // elements: below this a second thread doesn't pay
 
-int64_t element_size(DType dtype) { return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2; }
+// Lists of more bytes than this don't stay in the last-level cache that a thread reaches (32 MB on today's servers;
+// what sysconf reports may be a whole package's), so their output is streamed past it.
+constexpr int64_t kStreamBytes = int64_t{32} << 20;
 
-int64_t last_level_cache_bytes() {
-  static const int64_t bytes = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), int64_t{8} << 20);
-  return bytes;
-}
+int64_t element_size(DType dtype) { return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2; }
 
 // starts[t]: how many elements lie before tensor t; starts[tensors]: how many there are.
 std::vector<int64_t> element_starts(const TensorTable& table) {
@@ -302,7 +301,7 @@ struct ElementwiseJob {
   const void* args;
   const int lists;
   const unsigned reads, writes;
-  const bool large;  // the lists don't fit in the last-level cache
+  const bool large;  // more bytes than kStreamBytes
   const FoundInf found_inf;
   std::atomic<bool> found{false};
 
@@ -355,7 +354,7 @@ Status run_elementwise_cpu(const TensorTable& table, const typename Element::Arg
   return dispatch_dtypes(table.dtype, typename ElementDTypes<Element>::type{}, [&](auto... tags) {
     std::vector<int64_t> starts = element_starts(table);
     const int64_t total = starts.back();
-    const bool large = total * bytes_per_element(table, Element::kLists) > last_level_cache_bytes();
+    const bool large = total * bytes_per_element(table, Element::kLists) > kStreamBytes;
     ElementwiseJob job{table, std::move(starts), choose_span<Element, decltype(tags)::value...>(), &args,
                        Element::kLists, Element::kReads, Element::kWrites, large, found_inf};
     parallel_for(0, total, kGrainSize, ElementwiseJob::run_range, &job);
@@ -395,7 +394,8 @@ double chunk_sum_scalar(const void* data, int64_t n) {
 }
 
 #ifdef APEX_AMP_AVX2
-// The compiler turns square() over an array of lanes into shuffles; four lanes a register it must be told.
+// Intrinsics, because the compiler turns square() over an array of lanes into shuffles. A float's square is exact in
+// double, so the fused multiply-add has the bits of the scalar twin.
 template <class T>
 APEX_AMP_AVX2 double chunk_sum_avx2(const void* data, int64_t n) {
   const T* p = static_cast<const T*>(data);
@@ -406,8 +406,8 @@ APEX_AMP_AVX2 double chunk_sum_avx2(const void* data, int64_t n) {
       const __m256 x = load8(p + i + k);
       const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
       const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-      sums[k / 4] = _mm256_add_pd(sums[k / 4], _mm256_mul_pd(low, low));
-      sums[k / 4 + 1] = _mm256_add_pd(sums[k / 4 + 1], _mm256_mul_pd(high, high));
+      sums[k / 4] = _mm256_fmadd_pd(low, low, sums[k / 4]);
+      sums[k / 4 + 1] = _mm256_fmadd_pd(high, high, sums[k / 4 + 1]);
     }
   }
   double lanes[kLanes];

@@ -5,3 +5,4 @@ from .frontend import (initialize, last_step_skipped, load_state_dict, loss_scal
 from .patching import (bfloat16_function, float_function, half_function, promote_function, register_bfloat16_function,
                        register_float_function, register_half_function, register_promote_function)
 from .scale_context import scale_loss
+from .legacy_handle import _amp_state, init, lists

@@ -1,0 +1,1 @@
+"""Benchmarks of apex_amp; run them from the repository's root."""
