@@ -116,8 +116,11 @@ def test_patched_names_pickle_without_this_package(casts: None) -> None:
     def local(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    with pytest.raises(TypeError, match="no module holds it"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
         pickle.dumps(local)
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    with pytest.raises(TypeError, match="no module holds it"):
+        pickle.dumps(decorated.__closure__[0].cell_contents)  # the CastFunction inside
 
 
 @pytest.fixture
@@ -210,6 +213,11 @@ def test_lists_are_read_when_patches_are_installed(monkeypatch: pytest.MonkeyPat
         assert F.softmax(torch.ones(2), -1).dtype == HALF
     finally:
         patching.uninstall()
+
+
+@patching.half_function
+def decorated(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class _Doubling(torch.autograd.Function):

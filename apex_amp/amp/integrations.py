@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +26,7 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
     _pause_in_torch_autocast(replace)
+    _parallel_workers_in_caller_state(replace)
 
 
 def _script_without_patches(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
@@ -112,13 +114,13 @@ def _notice_data_access(replace: Replace) -> None:
 
 
 def _pause_in_torch_autocast(replace: Replace) -> None:
-    """Of nested regions the innermost decides: inside torch's own, casts are torch's."""
+    """Of nested regions the innermost decides: inside torch's own, casts on its device type are torch's."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
         entered = enter(self)
-        scope = _C.autocast_scope()
+        scope = _C.autocast_scope(self.device)
         scope.__enter__()
         vars(self).setdefault("_paused_casts", []).append(scope)
         return entered
@@ -131,6 +133,26 @@ def _pause_in_torch_autocast(replace: Replace) -> None:
 
     replace(torch.autocast, "__enter__", __enter__)
     replace(torch.autocast, "__exit__", __exit__)
+
+
+def _parallel_workers_in_caller_state(replace: Replace) -> None:
+    """DataParallel runs replicas in threads that take over torch.autocast's state, and so this one."""
+    original = torch.nn.parallel.parallel_apply
+
+    @functools.wraps(original)
+    def parallel_apply(modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        state = _C.scope_token()
+
+        def in_state(module: Any) -> Callable[..., Any]:
+            def forward(*inputs: Any, **named: Any) -> Any:
+                with _C.resume_scope(state):
+                    return module(*inputs, **named)
+            return forward
+
+        return original([in_state(module) for module in modules], *args, **kwargs)
+
+    for owner in (torch.nn.parallel, sys.modules[original.__module__], sys.modules[torch.nn.DataParallel.__module__]):
+        replace(owner, "parallel_apply", parallel_apply)
 
 
 def free_deleted_models(phase: str, info: dict[str, int]) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import sys
@@ -260,10 +261,29 @@ def _wrap_descriptor(raw: Any, wrap: Callable[[Any], Any]) -> Any:
     return wrap(raw)
 
 
+def _bindable(original: Any, policy: str, cast_type: torch.dtype | None) -> Any:
+    """A CastFunction of a user's function, inside a Python function where the original is one.
+
+    A class may hold it as a method: torch.compile binds Python functions only.
+    """
+    function = _C.cast_function(original, policy, cast_type=cast_type)
+    if not isinstance(original, types.FunctionType):
+        return function
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _patch_registered(patches: _Patches, owner: Any, name: str, policy: str, cast_type: torch.dtype | None) -> None:
-    raw = inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
-    patches.replace(owner, name, _wrap_descriptor(
-        raw, lambda original: _cast_function(owner, name, original, policy, cast_type=cast_type)))
+    if isinstance(owner, type) and owner is not torch.Tensor:
+        raw = inspect.getattr_static(owner, name)
+        replacement = _wrap_descriptor(raw, lambda original: _bindable(original, policy, cast_type))
+    else:
+        replacement = _cast_function(owner, name, getattr(owner, name), policy, cast_type=cast_type)
+    patches.replace(owner, name, replacement)
 
 
 def _register(owner: Any, name: str, policy: str, cast_type: torch.dtype | None = None) -> None:
@@ -280,11 +300,7 @@ def _register(owner: Any, name: str, policy: str, cast_type: torch.dtype | None 
 
 
 def _decorate(function: F, policy: str, cast_type: torch.dtype | None = None) -> F:
-    def wrap(original: Any) -> Any:
-        qualname = getattr(original, "__qualname__", "<locals>")
-        location = None if "<locals>" in qualname else f"{original.__module__}:{qualname}"
-        return _C.cast_function(original, policy, location=location, cast_type=cast_type)
-    return _wrap_descriptor(function, wrap)
+    return _wrap_descriptor(function, lambda original: _bindable(original, policy, cast_type))
 
 
 def half_function(fn: F) -> F:
