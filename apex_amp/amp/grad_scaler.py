@@ -34,8 +34,9 @@ class GradScaler(torch.amp.GradScaler):
                 if grad.dtype is torch.float16 and not allow_fp16:
                     raise ValueError("Attempting to unscale FP16 gradients.")
                 if grad.is_sparse:
-                    # Duplicate indices are added first: their sum is what must be finite.
-                    parameter.grad = grad = grad.coalesce()
+                    if grad.dtype is torch.float16:
+                        # Duplicate indices are added first: their sum is what must fit.
+                        parameter.grad = grad = grad.coalesce()
                     grad = grad._values()
                 (grads if grad.dtype in _KERNEL_DTYPES else others).append(grad)
         with torch.no_grad():

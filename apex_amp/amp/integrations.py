@@ -43,22 +43,32 @@ def _script_without_patches(replace: Replace, lifted: Callable[[], AbstractConte
     replace(torch.jit._script, "script", script)
 
 
+def _in_present_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the cast state that the calling thread has now, whenever and in whatever thread it runs."""
+    state = _C.scope_token()
+
+    def in_state(*args: Any, **kwargs: Any) -> Any:
+        with _C.resume_scope(state):
+            return function(*args, **kwargs)
+
+    return in_state
+
+
 def _recompute_in_forward_state(replace: Replace) -> None:
-    """Non-reentrant checkpoints recompute inside backward; reentrant ones are custom Functions."""
-    name = "_checkpoint_without_reentrant_generator"
-    original = getattr(torch.utils.checkpoint, name)
+    """Checkpoints recompute inside backward, in torch.autocast's state of their forward, and so in this one."""
+    checkpoint = torch.utils.checkpoint
+    generator, forward = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.forward
 
-    @functools.wraps(original)
-    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _C.scope_token()
+    @functools.wraps(generator)
+    def _checkpoint_without_reentrant_generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return generator(_in_present_state(fn), *args, **kwargs)
 
-        def run(*inputs: Any, **named: Any) -> Any:
-            with _C.resume_scope(state):
-                return fn(*inputs, **named)
+    @functools.wraps(forward)
+    def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, _in_present_state(run_function), *args)
 
-        return original(run, *args, **kwargs)
-
-    replace(torch.utils.checkpoint, name, generator)
+    replace(checkpoint, generator.__name__, _checkpoint_without_reentrant_generator)
+    replace(checkpoint.CheckpointFunction, "forward", staticmethod(reentrant))
 
 
 def _backward_in_forward_state(replace: Replace) -> None:
@@ -141,15 +151,7 @@ def _parallel_workers_in_caller_state(replace: Replace) -> None:
 
     @functools.wraps(original)
     def parallel_apply(modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        state = _C.scope_token()
-
-        def in_state(module: Any) -> Callable[..., Any]:
-            def forward(*inputs: Any, **named: Any) -> Any:
-                with _C.resume_scope(state):
-                    return module(*inputs, **named)
-            return forward
-
-        return original([in_state(module) for module in modules], *args, **kwargs)
+        return original([_in_present_state(module) for module in modules], *args, **kwargs)
 
     for owner in (torch.nn.parallel, sys.modules[original.__module__], sys.modules[torch.nn.DataParallel.__module__]):
         replace(owner, "parallel_apply", parallel_apply)
