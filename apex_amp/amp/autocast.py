@@ -39,13 +39,8 @@ class autocast(torch.autocast):
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._entered: list[CastScope] = []
 
-    def _region(self) -> CastScope:
-        if not patching.is_installed():
-            patching.install()
-        return cast_region(self.fast_dtype if self._enabled else None, self.device, self._cache_enabled)
-
     def __enter__(self) -> autocast:
-        region = self._region()
+        region = _region(self.fast_dtype if self._enabled else None, self.device, self._cache_enabled)
         region.__enter__()
         self._entered.append(region)
         return self
@@ -57,13 +52,20 @@ class autocast(torch.autocast):
         if not callable(function):
             raise TypeError(f"amp.autocast(...) as a decorator needs a callable, got {type(function).__name__}; as a context manager "
                             "it is entered with 'with'")
+        cast_type, device_type, cached = self.fast_dtype if self._enabled else None, self.device, self._cache_enabled
 
         @functools.wraps(function)
         def in_region(*args: Any, **kwargs: Any) -> Any:
-            with self._region():  # one for each call: threads may run it at the same time
+            with _region(cast_type, device_type, cached):  # one for each call: threads may run it at the same time
                 return function(*args, **kwargs)
 
         return in_region
+
+
+def _region(cast_type: torch.dtype | None, device_type: str, cached: bool) -> CastScope:
+    if not patching.is_installed():
+        patching.install()
+    return cast_region(cast_type, device_type, cached)
 
 
 def is_autocast_enabled(device_type: str = "cuda") -> bool:

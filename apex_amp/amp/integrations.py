@@ -80,7 +80,10 @@ def _backward_in_forward_state(replace: Replace) -> None:
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any) -> Any:
-        with _C.resume_scope(self._cast_state):
+        state = getattr(self, "_cast_state", None)
+        if state is None:  # its forward ran before the patches were installed
+            return original(self, *args)
+        with _C.resume_scope(state):
             return original(self, *args)
 
     replace(BackwardCFunction, "__init__", __init__)
