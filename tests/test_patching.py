@@ -23,6 +23,7 @@ from apex_amp.amp import cast_lists, cast_state, patching
 from cast_fixtures import casts
 
 HALF, FLOAT = torch.float16, torch.float32
+torch.compile(torch.neg, backend="eager")(torch.ones(1))  # the first compilation replaces names of torch itself
 ORIGINALS = {"mm": torch.mm, "softmax": torch.softmax, "linear": F.linear, "matmul": torch.Tensor.matmul}
 
 
