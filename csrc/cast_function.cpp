@@ -415,7 +415,8 @@ enum Policy : uint8_t {
 };
 
 constexpr std::array<const char*, 9> kPolicyNames = {
-    "low_precision", "fp32", "fp32_by_dtype", "promote", "match_self", "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
+    "low_precision", "fp32",   "fp32_by_dtype", "promote",        "match_self",
+    "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
 
 struct CastFunction {
   PyObject_HEAD
@@ -636,21 +637,23 @@ PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargs
 
 // The call, and its report to the observer, which does not see the CastFunctions called inside.
 PyObject* call_observed(CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  PyObject* told = std::exchange(observer, nullptr);
+  struct Unobserved {
+    PyObject* told = std::exchange(observer, nullptr);
+    ~Unobserved() { observer = told; }
+  } inside;
   const Counters before = counters;
   PyObject* result = dispatch(self, args, nargsf, kwnames);
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
   PyObject* arguments = result ? PyTuple_New(count) : nullptr;
   if (arguments) {
     for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(arguments, i, Py_NewRef(args[i]));
-    PyObject* answer = PyObject_CallFunction(told, "OOOLL", self, arguments, result,
+    PyObject* answer = PyObject_CallFunction(inside.told, "OOOLL", self, arguments, result,
                                              static_cast<long long>(counters.casts - before.casts),
                                              static_cast<long long>(counters.cache_hits - before.cache_hits));
     if (answer == nullptr) Py_CLEAR(result);
     Py_XDECREF(answer);
     Py_DECREF(arguments);
   }
-  observer = told;
   return result;
 }
 

@@ -117,7 +117,7 @@ def _no_cached_casts_across_graph_capture(replace: Replace) -> None:
 
 def _notice_data_access(replace: Replace) -> None:
     """`p.data` hands out the memory of `p` with a version counter of its own."""
-    original = torch._C.TensorBase.data
+    original: Any = torch._C.TensorBase.data  # the descriptor itself
 
     def get(self: Any) -> Any:
         _C.drop_cached_casts(self)
@@ -161,6 +161,6 @@ def _parallel_workers_in_caller_state(replace: Replace) -> None:
 
 
 def free_deleted_models(phase: str, info: dict[str, int]) -> None:
-    """For gc.callbacks. A cached cast reaches its parameter through grad_fn, where the collector can't see: let go first."""
+    """For gc.callbacks: a cached cast reaches its parameter through grad_fn, where the collector can't see."""
     if phase == "start" and info["generation"] == 2:
         _C.clear_weight_cache()
