@@ -824,6 +824,8 @@ bool multi_tensor_adagrad(py::handle grads, py::handle params, py::handle sums, 
   run_update<AdagradElement>(call, lists, copies,
                              AdagradArgs{gradient, step.lr(), eps, weight_decay, adagrad_w_mode, factors});
   return true;
+}
+
 // ---- attributes of many tensors at once --------------------------------------------------------------------------
 //
 // A Python loop that only reads `.grad` of every parameter costs as much as the kernel that unscales them all.

@@ -14,8 +14,9 @@ CSRC = ROOT / "csrc"
 FLOORS = [
     ["_C", "_version"],
     ["amp.cast_state", "amp.cast_lists", "amp.generated_class"],
-    ["amp._state", "amp.integrations", "multi_tensor"],
-    ["amp.patching", "amp.master_weights", "amp.scaler", "optimizers", "multi_tensor_apply", "normalization"],
+    ["amp._state", "amp.integrations", "multi_tensor", "multi_tensor_updates"],
+    ["amp.patching", "amp.master_weights", "amp.scaler", "multi_tensor_apply", "normalization"],
+    ["optimizers"],
     ["amp.model_cast", "amp.gradients", "amp.cast_report"],
     ["amp.overflow"],
     ["amp.amp_optimizer"],
@@ -31,7 +32,8 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 INCLUDES = {
     "elementwise.h": set(),
-    "multi_tensor.h": {"elementwise.h"},
+    "optimizer_elements.h": {"elementwise.h"},
+    "multi_tensor.h": {"elementwise.h", "optimizer_elements.h"},
     "multi_tensor_cpu.cpp": {"multi_tensor.h", "elementwise.h"},
     "multi_tensor_cuda.cu": {"multi_tensor.h", "elementwise.h"},
     "cast_function.h": set(),

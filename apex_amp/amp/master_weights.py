@@ -33,6 +33,7 @@ class MasterWeights:
         self.masters: list[nn.Parameter] = []
         self._model_versions: list[int] = []
         self._master_versions: list[int] = []
+        self._positions: dict[int, int] = {}
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
@@ -45,6 +46,7 @@ class MasterWeights:
             master = nn.Parameter(value, requires_grad=True)
         self.model_params.append(parameter)
         self.masters.append(master)
+        self._positions = {}
         self.attach()
         self._model_versions.append(parameter._version)
         self._master_versions.append(master._version)
@@ -84,6 +86,20 @@ class MasterWeights:
         multi_tensor_copy([self.model_params[i] for i in chosen], [self.masters[i] for i in chosen])
         self._note_versions()
 
+    def position(self, master: torch.Tensor) -> int | None:
+        """Which pair's master this is; None for another tensor."""
+        if not self._positions:
+            self._positions = {id(one): i for i, one in enumerate(self.masters)}
+        return self._positions.get(id(master))
+
+    def note_written(self, masters: list[torch.Tensor]) -> None:
+        """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
+        if len(masters) == len(self.masters):
+            self._note_versions()
+            return
+        for i in map(self.position, masters):
+            self._master_versions[i], self._model_versions[i] = self.masters[i]._version, self.model_params[i]._version
+
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
         for parameter, master in zip(self.model_params, self.masters):
@@ -105,6 +121,7 @@ class MasterWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._positions = {}
         self.attach()
         self._note_versions()
 
