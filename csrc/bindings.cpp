@@ -255,8 +255,8 @@ class TensorLists {
     const at::Tensor& first = *lists_[0][i];
     const std::optional<DType> dtype = dtype_tag(tensor.scalar_type());
     if (!dtype || (*dtype == DType::kDouble && !doubles)) {
-      call_.fail<py::type_error>(name(l, i), doubles ? "float16, bfloat16, float32 or float64"
-                                                     : "float16, bfloat16 or float32", dtype_name(tensor.scalar_type()));
+      const char* expected = doubles ? "float16, bfloat16, float32 or float64" : "float16, bfloat16 or float32";
+      call_.fail<py::type_error>(name(l, i), expected, dtype_name(tensor.scalar_type()));
     }
     if (tensor.layout() != at::kStrided) {
       call_.fail<py::value_error>(name(l, i), "a dense tensor", text("layout ", tensor.layout()));

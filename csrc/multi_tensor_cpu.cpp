@@ -1,7 +1,7 @@
 // CPU executor: one pass over all tensors, split over threads by total elements. No torch headers.
 //
-// On x86-64 with AVX2, FMA and F16C, blocks of elements are converted with intrinsics and the element runs in a loop the
-// compiler vectorizes; heads, tails, float64 and other machines take the scalar twin, which gives the same bits.
+// On x86-64 with AVX2, FMA and F16C, blocks of elements are converted with intrinsics and the element runs in a loop
+// the compiler vectorizes; heads, tails, float64 and other machines take the scalar twin, which gives the same bits.
 #include "multi_tensor.h"
 
 #include <algorithm>

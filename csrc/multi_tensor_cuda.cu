@@ -63,7 +63,8 @@ unsigned bfloat16_lists(const TensorTable& tensors, int lists) {
 }
 
 template <class R>
-__device__ __forceinline__ void widen(const uint16_t (&from)[kThreadElements], bool bfloat16, R (&r)[kThreadElements]) {
+__device__ __forceinline__ void widen(const uint16_t (&from)[kThreadElements], bool bfloat16,
+                                      R (&r)[kThreadElements]) {
   if (bfloat16) {
 #pragma unroll
     for (int e = 0; e < kThreadElements; ++e) r[e] = __bfloat162float(__ushort_as_bfloat16(from[e]));
@@ -80,10 +81,12 @@ __device__ __forceinline__ void widen(const T (&from)[kThreadElements], bool, R 
 
 // Rounds to nearest even; doubles go to the half types through float, as in torch and on the CPU.
 template <class R>
-__device__ __forceinline__ void narrow(const R (&r)[kThreadElements], bool bfloat16, uint16_t (&to)[kThreadElements]) {
+__device__ __forceinline__ void narrow(const R (&r)[kThreadElements], bool bfloat16,
+                                       uint16_t (&to)[kThreadElements]) {
   if (bfloat16) {
 #pragma unroll
-    for (int e = 0; e < kThreadElements; ++e) to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
+    for (int e = 0; e < kThreadElements; ++e)
+      to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
   } else {
 #pragma unroll
     for (int e = 0; e < kThreadElements; ++e) to[e] = __half_as_ushort(__float2half_rn(static_cast<float>(r[e])));
@@ -399,7 +402,7 @@ __global__ void update_scale_kernel(UpdateScaleArgs args) { update_scale(args); 
 template <class... Parameters, class... Arguments>
 Status launch(void (*kernel)(Parameters...), int64_t grid, int block, size_t shared_bytes, void* stream,
               const Arguments&... arguments) {
-  static_assert((sizeof(Arguments) + ...) <= kLargeParameterBytes, "the kernel's parameters take more than 32764 bytes");
+  static_assert((sizeof(Arguments) + ...) <= kLargeParameterBytes, "the kernel's parameters exceed 32764 bytes");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(block);

@@ -126,8 +126,11 @@ def test_a_dispatch_mode_sees_the_call():
 
 
 def test_make_fx_records_the_ops():
-    graph = make_fx(lambda g, f: (multi_tensor.multi_tensor_unscale_(g, f, 0.5), multi_tensor.multi_tensor_l2norm(g))[1])
-    recorded = graph(tensors(), torch.zeros(1))
+    def unscaled_norm(grads, found_inf):
+        multi_tensor.multi_tensor_unscale_(grads, found_inf, 0.5)
+        return multi_tensor.multi_tensor_l2norm(grads)
+
+    recorded = make_fx(unscaled_norm)(tensors(), torch.zeros(1))
     targets = [node.target for node in recorded.graph.nodes if node.op == "call_function"]
     assert targets == [ops.multi_tensor_unscale_.default, ops.multi_tensor_l2norm.default]
 

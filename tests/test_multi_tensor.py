@@ -90,8 +90,9 @@ def floats_around_ties(dtype):
     ulp = torch.exp2(values.abs().clamp_min(torch.finfo(dtype).tiny).log2().floor()) * torch.finfo(dtype).eps
     ties = (values + ulp / 2).float()
     infinity = torch.tensor(math.inf)
-    extremes = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 3.4e38, -3.4e38, 65519.99, 65520.0, 1e-45, -1e-45])
-    return torch.cat([values.float(), ties, torch.nextafter(ties, infinity), torch.nextafter(ties, -infinity), extremes])
+    extremes = torch.tensor([*NON_FINITE, 0.0, -0.0, 3.4e38, -3.4e38, 65519.99, 65520.0, 1e-45, -1e-45])
+    neighbours = [torch.nextafter(ties, infinity), torch.nextafter(ties, -infinity)]
+    return torch.cat([values.float(), ties, *neighbours, extremes])
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)

@@ -16,7 +16,8 @@ def buffer(dtype=torch.int32, shape=(1,)):
 def test_scale_raises_the_overflow_buffer_and_never_clears_it(dtype, shape):
     overflow = buffer(dtype, shape)
     masters = [torch.empty(3), torch.empty(2)]
-    multi_tensor_applier(amp_C.multi_tensor_scale, overflow, [[torch.ones(3).half(), torch.ones(2).half()], masters], 0.5)
+    grads = [torch.ones(3).half(), torch.ones(2).half()]
+    multi_tensor_applier(amp_C.multi_tensor_scale, overflow, [grads, masters], 0.5)
     assert [m.tolist() for m in masters] == [[0.5] * 3, [0.5] * 2] and overflow.item() == 0
     bad = [torch.ones(3), torch.tensor([1.0, float("inf")])]
     multi_tensor_applier(amp_C.multi_tensor_scale, overflow, [bad, masters], 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -32,6 +32,18 @@ class Stash:
         self._unsettled: list[Overflow] = []
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
+        # Scripts written for Apex set this after asking for masters early; here they exist from the start.
+        self.lazy_init_called = True
+
+    @property
+    def all_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the model parameters that have masters."""
+        return [] if self.masters is None else self.masters.model_params
+
+    @property
+    def all_fp32_from_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the masters, in the same order."""
+        return [] if self.masters is None else self.masters.masters
 
     def note(self, overflow: Overflow) -> None:
         """Remembers one more block; earlier ones that decide nothing any more are forgotten, for a step may never come."""
@@ -72,18 +84,14 @@ class AmpStep:
     """Lets a fused optimizer write the model's parameters itself, as `optimizer._amp_step` during its step."""
 
     def __init__(self, stash: Stash) -> None:
-        self._masters, self._gradients = stash.masters, stash.gradients
-        self.note_written = stash.masters.note_written
+        self._gradients = stash.gradients
+        # The low-precision parameter to be written with a master, None for what is none; and what is told afterwards.
+        self.model_param_of, self.note_written = stash.masters.model_param_of, stash.masters.note_written
 
     @property
     def inv_scale(self) -> torch.Tensor | None:
         """Not None: gradients are to be read from the model's parameters, and multiplied by this."""
         return self._gradients.inv_scale()
-
-    def model_param(self, master: torch.Tensor) -> torch.Tensor | None:
-        """The low-precision parameter to be written with `master`; None: it is no master."""
-        position = self._masters.position(master)
-        return None if position is None else self._masters.model_params[position]
 
 
 def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> None:
@@ -204,6 +212,9 @@ def _namespace(base: type) -> dict[str, Any]:
                     _refuse_duplicates(self, group, masters)
                     _replace_by_masters(self, group, masters, {})
 
+    def make_masters_now(self: Any) -> None:
+        """Does nothing: Apex made masters at the first backward unless asked earlier."""
+
     def __setstate__(self: Any, state: Any) -> None:
         if isinstance(state, _Pickled):
             self._amp_stash = state.stash
@@ -223,7 +234,8 @@ def _namespace(base: type) -> dict[str, Any]:
 
     wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
     namespace = {name: functools.wraps(getattr(base, name))(method) for name, method in wrapped.items() if hasattr(base, name)}
-    return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__}
+    return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
+            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
 @dataclasses.dataclass

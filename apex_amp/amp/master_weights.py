@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterable
+from typing import Any, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .._C import versions
@@ -31,34 +32,34 @@ class MasterWeights:
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
+        self._index: dict[int, int] = {}
+        self._master_index: dict[int, int] = {}
         self._model_versions: list[int] = []
         self._master_versions: list[int] = []
-        self._positions: dict[int, int] = {}
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
-        existing = master_of(parameter)
-        if existing is not None:
-            master = existing
+        master = master_of(parameter)
+        if master is not None:
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
             value = parameter.detach().float() if fp32_value is None else fp32_value.detach()
             master = nn.Parameter(value, requires_grad=True)
-        self.model_params.append(parameter)
-        self.masters.append(master)
-        self._positions = {}
-        self.attach()
-        self._model_versions.append(parameter._version)
-        self._master_versions.append(master._version)
+        self._append(parameter, master)
         return master
 
-    def attach(self) -> None:
-        """Lets every parameter find its master and carry the master's FP32 gradient as its own."""
-        for parameter, master in zip(self.model_params, self.masters):
-            parameter._amp_master = master
-            parameter.grad_dtype = None
+    def _append(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        self._index[id(parameter)] = self._master_index[id(master)] = len(self.model_params)
+        self.model_params.append(parameter)
+        self.masters.append(master)
+        # The parameter finds its master, and carries the master's FP32 gradient as its own.
+        parameter._amp_master = master
+        parameter.grad_dtype = None
+        self._model_versions.append(parameter._version)
+        self._master_versions.append(master._version)
 
     def detach(self) -> None:
+        """Parts the pairs: the model parameters forget their masters and carry gradients of their own dtype again."""
         for parameter in self.model_params:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
@@ -66,39 +67,41 @@ class MasterWeights:
                 del parameter._amp_master
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Brings both sides of every pair together; costs two integer comparisons a pair when nothing was written."""
+    def sync(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Brings both sides together, of all pairs or of those of `parameters`.
+
+        Costs two integer comparisons a pair when nothing was written.
+        """
         master_versions, model_versions = versions(self.masters), versions(self.model_params)
         if master_versions == self._master_versions and model_versions == self._model_versions:
             return
-        pushed = [i for i, version in enumerate(master_versions) if version != self._master_versions[i]]
-        moved = set(pushed)
-        pulled = [i for i, version in enumerate(model_versions) if version != self._model_versions[i] and i not in moved]
-        multi_tensor_copy([self.masters[i] for i in pushed], [self.model_params[i] for i in pushed])
-        multi_tensor_copy([self.model_params[i] for i in pulled], [self.masters[i] for i in pulled])
-        self._note_versions()
+        chosen = self._chosen(parameters)
+        pushed = [i for i in chosen if master_versions[i] != self._master_versions[i]]
+        pulled = [i for i in chosen if master_versions[i] == self._master_versions[i]
+                  and model_versions[i] != self._model_versions[i]]
+        self._copy(self.masters, self.model_params, pushed)
+        self._copy(self.model_params, self.masters, pulled)
 
     @torch.no_grad()
-    def pull(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Overwrites the masters of `parameters` (default: all) by the model's values."""
-        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
-        chosen = [i for i, parameter in enumerate(self.model_params) if wanted is None or id(parameter) in wanted]
-        multi_tensor_copy([self.model_params[i] for i in chosen], [self.masters[i] for i in chosen])
-        self._note_versions()
+    def pull(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Overwrites the masters of `parameters` by the model's values."""
+        self._copy(self.model_params, self.masters, self._chosen(parameters))
 
-    def position(self, master: torch.Tensor) -> int | None:
-        """Which pair's master this is; None for another tensor."""
-        if not self._positions:
-            self._positions = {id(one): i for i, one in enumerate(self.masters)}
-        return self._positions.get(id(master))
+    @torch.no_grad()
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Gives every rank of `group` the masters of its first one, exactly, and the model parameters that belong to them."""
+        for master in self.masters:
+            dist.broadcast(master, dist.get_global_rank(group, 0), group)
+        self._copy(self.masters, self.model_params, self._chosen(None))
+
+    def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
+        """The low-precision side of `master`'s pair; None for a tensor that is no master."""
+        index = self._master_index.get(id(master))
+        return None if index is None else self.model_params[index]
 
     def note_written(self, masters: list[torch.Tensor]) -> None:
         """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
-        if len(masters) == len(self.masters):
-            self._note_versions()
-            return
-        for i in map(self.position, masters):
-            self._master_versions[i], self._model_versions[i] = self.masters[i]._version, self.model_params[i]._version
+        self._note_versions([self._master_index[id(master)] for master in masters])
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
@@ -106,35 +109,64 @@ class MasterWeights:
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
 
-    def _note_versions(self) -> None:
-        self._master_versions, self._model_versions = versions(self.masters), versions(self.model_params)
+    def _chosen(self, parameters: Iterable[nn.Parameter] | None) -> list[int]:
+        if parameters is None:
+            return list(range(len(self.masters)))
+        return [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
+
+    def _copy(self, sources: list[nn.Parameter], targets: list[nn.Parameter], chosen: list[int]) -> None:
+        multi_tensor_copy([sources[i] for i in chosen], [targets[i] for i in chosen])
+        self._note_versions(chosen)
+
+    def _note_versions(self, chosen: list[int]) -> None:
+        for i in chosen:
+            self._master_versions[i] = self.masters[i]._version
+            self._model_versions[i] = self.model_params[i]._version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
-        duplicate = MasterWeights()
-        memo[id(self)] = duplicate
-        duplicate.model_params = copy.deepcopy(self.model_params, memo)
-        duplicate.masters = copy.deepcopy(self.masters, memo)
-        duplicate.attach()
-        duplicate._note_versions()
+        duplicate = memo[id(self)] = MasterWeights()
+        for parameter, master in zip(self.model_params, self.masters):
+            copied = copy.deepcopy(master, memo)
+            vars(copied).update(vars(master))
+            duplicate._append(copy.deepcopy(parameter, memo), copied)
         return duplicate
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.sync()
+        return {"pairs": list(zip(self.model_params, self.masters))}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._positions = {}
-        self.attach()
-        self._note_versions()
+        MasterWeights.__init__(self)
+        for parameter, master in state["pairs"]:
+            self._append(parameter, master)
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------
 
-def state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
-    """Gives FP32: the masters themselves where a parameter has one, else the low-precision value in float.
+class FP32StateDict:
+    """Lets `state_dict()` and `load_state_dict()` of a low-precision model, and of each of its submodules, speak FP32.
 
-    With keep_vars=True the entries are the module's own parameters and stay so.
+    `masters`: the model's own list of MasterWeights, which grows as optimizers are wrapped.
     """
-    for store in (module._parameters, module._buffers):
-        for name, tensor in store.items():
+
+    def __init__(self, masters: list[MasterWeights]) -> None:
+        self._masters = masters
+
+    def register(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # it can have no hooks: its parent's serve it
+                module._register_state_dict_hook(self.after_state_dict)
+                module.register_load_state_dict_pre_hook(self.before_load_state_dict)
+
+    def after_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+        """Gives FP32: the masters themselves where a parameter has one, else the low-precision value in float.
+
+        With keep_vars=True the entries are the module's own tensors and stay so.
+        """
+        for masters in self._masters:
+            masters.sync(parameter for _, parameter in _own_tensors(module) if parameter is not None)
+        for name, tensor in _own_tensors(module):
             key = prefix + name
             if tensor is None or key not in state_dict or state_dict[key] is tensor:
                 continue
@@ -144,17 +176,26 @@ def state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             elif tensor.dtype in (torch.float16, torch.bfloat16):
                 state_dict[key] = state_dict[key].float()
 
+    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict,
+                               strict: bool, missing_keys: list, unexpected_keys: list, error_msgs: list) -> None:
+        """Loads a checkpoint's FP32 values into the masters, exactly; torch then loads the parameters themselves."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made, and leave "
+                "their FP32 masters behind: call it without assign, or before amp.initialize.")
+        for name, tensor in _own_tensors(module):
+            value = state_dict.get(prefix + name)
+            master = None if tensor is None else master_of(tensor)
+            if master is not None and isinstance(value, torch.Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)
 
-def load_state_dict_pre_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict,
-                             strict: bool, missing_keys: list, unexpected_keys: list, error_msgs: list) -> None:
-    """Loads a checkpoint's FP32 values into the masters, exactly; torch then loads the parameters themselves."""
-    if local_metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made and leave "
-            "their FP32 masters behind; call it without assign, or before amp.initialize.")
-    for name, parameter in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        master = None if parameter is None else master_of(parameter)
-        if master is not None and isinstance(value, torch.Tensor) and value.shape == master.shape:
-            with torch.no_grad():
-                master.copy_(value)
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, tensor) of a module's own parameters and buffers, and of all that is inside its scripted children."""
+    for store in (module._parameters, module._buffers):
+        yield from store.items()
+    for name, child in module._modules.items():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.named_parameters(name)
+            yield from child.named_buffers(name)

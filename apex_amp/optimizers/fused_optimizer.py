@@ -121,7 +121,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index, param in enumerate(group["params"]):
             grad, model_param, scale = param.grad, None, inv_scale
             if amp_step is not None:
-                model_param = amp_step.model_param(param)
+                model_param = amp_step.model_param_of(param)
                 if model_param is not None and model_inv_scale is not None:
                     grad, scale = model_param.grad, model_inv_scale
             if grad is None:
