@@ -22,10 +22,10 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Stash:
     """amp's state of one optimizer, kept as `optimizer._amp_stash`."""
 
-    def __init__(self, setup: Setup, masters: MasterWeights | None) -> None:
+    def __init__(self, setup: Setup, masters: MasterWeights | None, materialize_master_grads: bool = True) -> None:
         self.setup = setup
         self.masters = masters
-        self.gradients = Gradients(masters)
+        self.gradients = Gradients(masters, materialize_master_grads)
         # The blocks since the last step, those before it, and those whose verdict had not reached the host then.
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
@@ -80,6 +80,20 @@ class Stash:
         return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
 
 
+class AmpStep:
+    """Lets a fused optimizer write the model's parameters itself, as `optimizer._amp_step` during its step."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._gradients = stash.gradients
+        # The low-precision parameter to be written with a master, None for what is none; and what is told afterwards.
+        self.model_param_of, self.note_written = stash.masters.model_param_of, stash.masters.note_written
+
+    @property
+    def inv_scale(self) -> torch.Tensor | None:
+        """Not None: gradients are to be read from the model's parameters, and multiplied by this."""
+        return self._gradients.inv_scale()
+
+
 def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> None:
     """Ends a block: gradients are unscaled and checked, the scale is updated, and the optimizers' next steps decided.
 
@@ -107,7 +121,7 @@ def wrap_optimizer(optimizer: Any, setup: Setup, fp32_values: dict[torch.Tensor,
             _replace_by_masters(optimizer, group, masters, fp32_values)
     instance_step = vars(optimizer).pop("step", None)
     optimizer.__class__ = generate_class(type(optimizer), "optimizer", _namespace)
-    optimizer._amp_stash = Stash(setup, masters)
+    optimizer._amp_stash = Stash(setup, masters, getattr(optimizer, "materialize_master_grads", True))
     if getattr(instance_step, "_wrapped_by_lr_sched", False):
         _let_schedulers_see_steps(optimizer)
     elif instance_step is not None:
@@ -272,12 +286,15 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
     try:
         if on_device:
             optimizer.found_inf = functools.reduce(torch.maximum, [overflow.found_inf for overflow in stash.last_step])
+        if stash.masters is not None and getattr(optimizer, "_writes_model_params", False):
+            optimizer._amp_step = AmpStep(stash)
         with cast_scope(None):
             loss = stash.instance_step(*args, **kwargs) if stash.instance_step else base_step(optimizer, *args, **kwargs)
     except _OverflowInClosure as overflow:
         loss = overflow.loss
     finally:
         vars(optimizer).pop("found_inf", None)
+        vars(optimizer).pop("_amp_step", None)
     return _after_step(stash, loss)
 
 
@@ -311,6 +328,8 @@ def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
         return False
     if stash.instance_step is not None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
+    if getattr(optimizer, "_writes_model_params", False):
+        return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:

@@ -33,6 +33,7 @@ class MasterWeights:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
+        self._master_index: dict[int, int] = {}
         self._model_versions: list[int] = []
         self._master_versions: list[int] = []
 
@@ -48,7 +49,7 @@ class MasterWeights:
         return master
 
     def _append(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
-        self._index[id(parameter)] = len(self.model_params)
+        self._index[id(parameter)] = self._master_index[id(master)] = len(self.model_params)
         self.model_params.append(parameter)
         self.masters.append(master)
         # The parameter finds its master, and carries the master's FP32 gradient as its own.
@@ -93,6 +94,15 @@ class MasterWeights:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
         self._copy(self.masters, self.model_params, self._chosen(None))
 
+    def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
+        """The low-precision side of `master`'s pair; None for a tensor that is no master."""
+        index = self._master_index.get(id(master))
+        return None if index is None else self.model_params[index]
+
+    def note_written(self, masters: list[torch.Tensor]) -> None:
+        """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
+        self._note_versions([self._master_index[id(master)] for master in masters])
+
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
         for parameter, master in zip(self.model_params, self.masters):
@@ -106,6 +116,9 @@ class MasterWeights:
 
     def _copy(self, sources: list[nn.Parameter], targets: list[nn.Parameter], chosen: list[int]) -> None:
         multi_tensor_copy([sources[i] for i in chosen], [targets[i] for i in chosen])
+        self._note_versions(chosen)
+
+    def _note_versions(self, chosen: list[int]) -> None:
         for i in chosen:
             self._master_versions[i] = self.masters[i]._version
             self._model_versions[i] = self.model_params[i]._version
