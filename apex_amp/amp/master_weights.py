@@ -36,8 +36,8 @@ class MasterWeights:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
         master = master_of(parameter)
         if master is None:
-            value = parameter.detach().float() if fp32_value is None else fp32_value.detach()
-            master = nn.Parameter(value, requires_grad=True)
+            # Not detach(): it would share the version counter of what it was detached from.
+            master = nn.Parameter(parameter.data.float() if fp32_value is None else fp32_value.data)
         self._index[id(parameter)] = len(self.model_params)
         self.model_params.append(parameter)
         self.masters.append(master)
