@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,20 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 class MasterWeights:
     """The pairs of one optimizer, in the order of its param_groups.
 
-    A pair is kept equal by version counters: whichever side was written since the last `sync` overwrites the other, the
+    A pair is kept equal by version counters: whichever side was written since the last `sync` goes over to the other, the
     master when both were. So an optimizer step, `load_state_dict`, an in-place write into a `state_dict()` value (which
-    aliases the master) and a write into the model parameter all reach the other side. Writes through `.data` move no
-    counter: `pull` takes the model's values whatever the counters say.
+    aliases the master) and a write into the model parameter all reach the other side. Elements of a model parameter that
+    still are their master's rounded value leave it exact. Writes through `.data` move no counter: `pull` takes the model's
+    values whatever the counters say.
     """
 
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
-        self._model_versions: list[int] = []
-        self._master_versions: list[int] = []
+        # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a parameter
+        # in two optimizers is one pair.
+        self._seen: list[list[int]] = []
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
@@ -41,9 +43,9 @@ class MasterWeights:
         self._index[id(parameter)] = len(self.model_params)
         self.model_params.append(parameter)
         self.masters.append(master)
-        _attach(parameter, master)
-        self._model_versions.append(parameter._version)
-        self._master_versions.append(master._version)
+        parameter._amp_master = master
+        parameter.grad_dtype = None  # it carries the master's FP32 gradient as its own
+        self._seen.append(vars(master).setdefault("_amp_seen", [master._version, parameter._version]))
         return master
 
     def detach(self) -> None:
@@ -61,30 +63,28 @@ class MasterWeights:
         Costs two integer comparisons a pair when nothing was written.
         """
         if parameters is None:
-            master_versions = [master._version for master in self.masters]
-            model_versions = [parameter._version for parameter in self.model_params]
-            if master_versions == self._master_versions and model_versions == self._model_versions:
-                return
-        pushed, pulled = [], []
-        for i in self._chosen(parameters):
-            if self.masters[i]._version != self._master_versions[i]:
-                pushed.append(i)
-            elif self.model_params[i]._version != self._model_versions[i]:
-                pulled.append(i)
-        self._copy(self.masters, self.model_params, pushed)
-        self._copy(self.model_params, self.masters, pulled)
+            written = [i for i, (master, parameter, (master_version, model_version))
+                       in enumerate(zip(self.masters, self.model_params, self._seen))
+                       if master._version != master_version or parameter._version != model_version]
+        else:
+            written = [i for i in self._chosen(parameters)
+                       if self._seen[i] != [self.masters[i]._version, self.model_params[i]._version]]
+        if written:
+            by_master = [self.masters[i]._version != self._seen[i][0] for i in written]
+            self._push([i for i, of_master in zip(written, by_master) if of_master])
+            self._pull([i for i, of_master in zip(written, by_master) if not of_master])
 
     @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Overwrites the masters of `parameters` by the model's values."""
-        self._copy(self.model_params, self.masters, self._chosen(parameters))
+        """Takes the model's values of `parameters` over into their masters."""
+        self._pull(self._chosen(parameters))
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Gives every rank of `group` the masters of its first one, exactly, and the model parameters that belong to them."""
         for master in self.masters:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
-        self._copy(self.masters, self.model_params, self._chosen(None))
+        self._push(range(len(self.masters)))
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
@@ -92,16 +92,22 @@ class MasterWeights:
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
 
-    def _chosen(self, parameters: Iterable[nn.Parameter] | None) -> list[int]:
-        if parameters is None:
-            return list(range(len(self.masters)))
+    def _chosen(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         return [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
 
-    def _copy(self, sources: list[nn.Parameter], targets: list[nn.Parameter], chosen: list[int]) -> None:
-        multi_tensor_copy([sources[i] for i in chosen], [targets[i] for i in chosen])
+    def _push(self, chosen: Sequence[int]) -> None:
+        multi_tensor_copy([self.masters[i] for i in chosen], [self.model_params[i] for i in chosen])
+        self._note_versions(chosen)
+
+    def _pull(self, chosen: Sequence[int]) -> None:
         for i in chosen:
-            self._master_versions[i] = self.masters[i]._version
-            self._model_versions[i] = self.model_params[i]._version
+            parameter, master = self.model_params[i], self.masters[i]
+            master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
+        self._note_versions(chosen)
+
+    def _note_versions(self, chosen: Sequence[int]) -> None:
+        for i in chosen:
+            self._seen[i][:] = self.masters[i]._version, self.model_params[i]._version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
@@ -121,12 +127,7 @@ class MasterWeights:
         for parameter, master in state["pairs"]:
             parameter._amp_master = master
             self.add(parameter)
-
-
-def _attach(parameter: nn.Parameter, master: nn.Parameter) -> None:
-    """Lets a parameter find its master and carry the master's FP32 gradient as its own."""
-    parameter._amp_master = master
-    parameter.grad_dtype = None
+        self._note_versions(range(len(self.masters)))
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------
