@@ -27,7 +27,7 @@ ReduceOp = dist.ReduceOp if dist.is_available() else None
 _DEFAULT_MESSAGE_SIZE = 10_000_000
 _BYTES_PER_MEBIBYTE = 2 ** 20
 # torch 2.13 renamed the argument and warns about the old name.
-_NO_BUFFER_EXCHANGE = {
+_NO_BUFFER_EXCHANGE: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     else "broadcast_buffers": False}
 
@@ -153,8 +153,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         return self._normalize_on_cpu(input)
 
-    _check_input_dim = nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def _normalize_on_cpu(self, input: Tensor) -> Tensor:
         channels, values = input.size(1), input.float()
@@ -180,7 +180,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update_running_stats(self, mean: Tensor, unbiased_var: Tensor) -> None:
-        if not self.track_running_stats:
+        if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked += 1
         factor = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum

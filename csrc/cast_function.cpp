@@ -112,7 +112,7 @@ inline unsigned tensor_kind(PyObject* object) {
     case ScalarType::Double: return impl->dim() > 0 ? kDoubleKind : 0;
     default: return 0;
   }
-  const auto device = static_cast<unsigned>(impl->device_type());
+  const auto device = static_cast<unsigned>(impl->device().type());
   if (!((cast_devices.load(std::memory_order_relaxed) >> device) & 1u)) return 0;
   if (C10_UNLIKELY(impl->key_set().has_any(c10::sparse_ks | c10::sparse_csr_ks))) kind |= kSparseKind;
   return kind;

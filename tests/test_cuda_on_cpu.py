@@ -373,8 +373,10 @@ def norm(cuda: Emulator) -> None:
 # name: (text of the kernels' source, what it is replaced by, what is run, what the checker must say)
 FAULTS: dict[str, tuple[str, str, Callable[[Emulator], None], str]] = {
     "missing barrier": ("  __syncthreads();\n", "", norm, "race on shared memory"),
-    "reused buffer": ("  sum = block_sum(sum);\n", "  sum = block_sum(block_sum(sum));\n", norm, "race on shared memory"),
-    "vector past the end": ("begin + kVector <= size", "begin + kVector <= size + 1", scale_with_tails, "out of bounds"),
+    "reused buffer": ("  sum = block_sum(sum);\n", "  sum = block_sum(block_sum(sum));\n", norm,
+                      "race on shared memory"),
+    "vector past the end": ("begin + kVector <= size", "begin + kVector <= size + 1", scale_with_tails,
+                            "out of bounds"),
     "tail read past the end": ("begin + k < size ?", "begin + k <= size ?", scale_with_tails, "out of bounds: reads"),
     "tail written past the end": ("if (begin + k < size)", "if (begin + k <= size)", scale_with_tails,
                                   "out of bounds: writes"),

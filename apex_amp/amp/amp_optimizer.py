@@ -1,18 +1,19 @@
 """What an optimizer does differently after `amp.initialize`: it may skip a step, and it may train FP32 masters."""
 from __future__ import annotations
 
-import copy
+import dataclasses
 import functools
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
-from .gradients import Gradients
-from .master_weights import MasterWeights, master_of
+from .gradients import Gradients, is_distributed
+from .master_weights import MasterWeights
 from .overflow import Overflow
+from .scaler import LossScaler
 from ._state import Setup
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -25,10 +26,36 @@ class Stash:
         self.setup = setup
         self.masters = masters
         self.gradients = Gradients(masters)
+        # The blocks since the last step, those before it, and those whose verdict had not reached the host then.
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
+        self._unsettled: list[Overflow] = []
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
+        # Scripts written for Apex set this after asking for masters early; here they exist from the start.
+        self.lazy_init_called = True
+
+    @property
+    def all_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the model parameters that have masters."""
+        return [] if self.masters is None else self.masters.model_params
+
+    @property
+    def all_fp32_from_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the masters, in the same order."""
+        return [] if self.masters is None else self.masters.masters
+
+    def note(self, overflow: Overflow) -> None:
+        """Remembers one more block; earlier ones that decide nothing any more are forgotten, for a step may never come."""
+        unknown = [earlier for earlier in self.overflows if not earlier.is_known()]
+        skipping = [earlier for earlier in self.overflows if earlier.is_known() and earlier.happened()]
+        self.overflows = [*skipping[:1], *unknown, overflow]
+
+    def begin_step(self) -> None:
+        """Makes the blocks so far those of this step, and reports what has reached the host of earlier ones."""
+        waiting = self._unsettled + self.last_step
+        self._unsettled = [overflow for overflow in waiting if not overflow.settle()]
+        self.last_step, self.overflows = self.overflows, []
 
     def skip_is_pending(self) -> bool:
         """True when the host knows already that the next step will be skipped."""
@@ -36,6 +63,35 @@ class Stash:
 
     def last_step_skipped(self) -> bool:
         return any(overflow.happened() for overflow in self.last_step)
+
+    def finish_left_scaled(self, optimizer: Any, unless_by: LossScaler | None = None) -> bool:
+        """Unscales and checks what delayed blocks left scaled, by the scaler that scaled it; False: there was nothing.
+
+        What `unless_by` scaled can wait, and so does what a reducer has not seen: ranks must not judge it on their own.
+        """
+        left = self.gradients.left_scaled
+        if left is None or left.scaler is unless_by or (unless_by is not None and is_distributed()):
+            return False
+        self.gradients.open(optimizer.param_groups, left.scaler, self.skip_is_pending())
+        unscale(left.scaler, [self])
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
+
+
+def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> None:
+    """Ends a block: gradients are unscaled and checked, the scale is updated, and the optimizers' next steps decided.
+
+    With decide=False the check is only left in `scaler.found_inf`.
+    """
+    scaler.found_inf.zero_()
+    flags = [(stash.gradients, stash.gradients.unscale(scaler)) for stash in stashes]
+    if decide and not scaler.is_identity:
+        scaler.update()
+        overflow = Overflow(stashes[0].setup, scaler, flags)
+        for stash in stashes:
+            stash.note(overflow)
 
 
 def wrap_optimizer(optimizer: Any, setup: Setup, fp32_values: dict[torch.Tensor, torch.Tensor] | None) -> None:
@@ -81,7 +137,9 @@ def unwrap_optimizer(optimizer: Any) -> None:
 
 
 def stash_of(optimizer: Any) -> Stash | None:
-    return getattr(optimizer, "_amp_stash", None)
+    """amp's state of `optimizer`, or of the one that it wraps as `.optim` (LARC and its like, made after initialize)."""
+    stash = getattr(optimizer, "_amp_stash", None)
+    return getattr(getattr(optimizer, "optim", None), "_amp_stash", None) if stash is None else stash
 
 
 def _replace_by_masters(optimizer: Any, group: dict, masters: MasterWeights,
@@ -131,56 +189,99 @@ def _namespace(base: type) -> dict[str, Any]:
         base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict) -> None:
-        stash = stash_of(self)
-        if stash is not None and stash.masters is not None:
-            params = param_group["params"]
-            param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-            _replace_by_masters(self, param_group, stash.masters, {})
+        masters = self._amp_stash.masters
+        earlier = list(self.param_groups)
         base.add_param_group(self, param_group)
+        if masters is not None:
+            for group in self.param_groups:
+                if not any(group is other for other in earlier):
+                    _refuse_duplicates(self, group, masters)
+                    _replace_by_masters(self, group, masters, {})
 
-    def __getstate__(self: Any) -> dict[str, Any]:
-        # Python 3.10's object has no __getstate__; torch's optimizers leave out hooks and instance attributes by theirs.
-        state = dict(base.__getstate__(self) if hasattr(base, "__getstate__") else vars(self))
-        state.pop("step", None)
-        return {**state, "_amp_stash": self._amp_stash}
+    def make_masters_now(self: Any) -> None:
+        """Does nothing: Apex made masters at the first backward unless asked earlier."""
+
+    def __setstate__(self: Any, state: Any) -> None:
+        if isinstance(state, _Pickled):
+            self._amp_stash = state.stash
+            state = state.state
+        if hasattr(base, "__setstate__"):
+            base.__setstate__(self, state)
+        elif state is not None:
+            vars(self).update(state)
 
     def __reduce_ex__(self: Any, protocol: int) -> tuple:
-        return _rebuild, (base,), self.__getstate__()
+        make, arguments, *rest = base.__reduce_ex__(self, protocol)
+        arguments = tuple(base if argument is type(self) else argument for argument in arguments)
+        state = rest[0] if rest else None
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name not in ("step", "_amp_stash")}
+        return _rebuild, (base, make, arguments), _Pickled(state, self._amp_stash), *rest[1:]
 
     wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
     namespace = {name: functools.wraps(getattr(base, name))(method) for name, method in wrapped.items() if hasattr(base, name)}
-    return {**namespace, "__getstate__": __getstate__, "__reduce_ex__": __reduce_ex__}
+    return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
+            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
-def _rebuild(base: type) -> Any:
-    generated = generate_class(base, "optimizer", _namespace)
-    return generated.__new__(generated)
+@dataclasses.dataclass
+class _Pickled:
+    """What a pickle or a copy of an amp optimizer carries: the state that its own class gave, and amp's."""
+    state: Any
+    stash: Stash
 
+
+def _rebuild(base: type, make: Callable, arguments: tuple) -> Any:
+    optimizer = make(*arguments)
+    optimizer.__class__ = generate_class(base, "optimizer", _namespace)
+    return optimizer
+
+
+def _refuse_duplicates(optimizer: Any, group: dict, masters: MasterWeights) -> None:
+    """The base class compares with the masters in `param_groups`, so it cannot see that a model parameter is there already."""
+    present = set(map(id, masters.model_params))
+    if any(id(parameter) in present for parameter in group["params"]):
+        optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
+        raise ValueError("some parameters appear in more than one parameter group: add_param_group was given parameters whose "
+                         "FP32 masters this optimizer has already")
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
 
 def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any:
     """One optimizer step: nothing at all after an overflow, else the base step on the masters, then the copy to the model."""
     stash = optimizer._amp_stash
     closure = args[0] if args else kwargs.get("closure")
-    loss = None
+    if stash.finish_left_scaled(optimizer):
+        stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left scaled, and "
+                         "unscaled them itself: what was done to them before, like clipping, met scaled gradients. Leave "
+                         "delay_unscale out in the last block before the step")
     if closure is not None:
         closure = _Closure(closure, optimizer)
-        loss = closure()
-        closure.use_again(loss)
         args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
-
+        if stash.skip_is_pending():
+            loss = closure()
+            stash.begin_step()
+            return _after_step(stash, loss)
     _prepare(stash)
-    stash.last_step, stash.overflows = stash.overflows, []
-    if _decide_on_device(optimizer, stash):
-        optimizer.found_inf = functools.reduce(torch.maximum, [overflow.found_inf for overflow in stash.last_step])
-        skipped = False
-    else:
-        skipped = stash.last_step_skipped()
+    on_device = closure is None and _decide_on_device(optimizer, stash)
+    if closure is None:
+        stash.begin_step()
+        if not on_device and stash.last_step_skipped():
+            return _after_step(stash, None)
     try:
-        if not skipped:
-            with cast_scope(None):
-                loss = stash.instance_step(*args, **kwargs) if stash.instance_step else base_step(optimizer, *args, **kwargs)
+        if on_device:
+            optimizer.found_inf = functools.reduce(torch.maximum, [overflow.found_inf for overflow in stash.last_step])
+        with cast_scope(None):
+            loss = stash.instance_step(*args, **kwargs) if stash.instance_step else base_step(optimizer, *args, **kwargs)
+    except _OverflowInClosure as overflow:
+        loss = overflow.loss
     finally:
         vars(optimizer).pop("found_inf", None)
+    return _after_step(stash, loss)
+
+
+def _after_step(stash: Stash, loss: Any) -> Any:
     stash.gradients.clear_masters()
     if stash.masters is not None:
         stash.masters.sync()
@@ -206,51 +307,57 @@ def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
 
     torch's fused SGD leaves momentum buffers of a skipped first step uninitialized; they are made here, where zeros mean the same.
     """
-    if not stash.last_step or all(overflow.is_known() for overflow in stash.last_step):
+    if all(overflow.is_known() for overflow in stash.overflows):
         return False
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if stash.instance_step is not None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
-        if group.get("momentum"):
-            if group.get("dampening"):
-                return False
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if parameter.grad is not None and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in group["params"] if group.get("momentum") else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return True
 
 
-class _Closure:
-    """The user's closure, run once before the step, so that an overflow in it can still skip the whole step.
+class _OverflowInClosure(BaseException):
+    """Ends a step whose closure overflowed before anything had changed. No Exception, for optimizers that catch those."""
 
-    The optimizer's first call gets that run's loss. An optimizer that calls it again (LBFGS) has already moved the
-    parameters then, so an overflow can only be an error.
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+
+class _Closure:
+    """The user's closure, called when the optimizer calls it, with casts on; an overflow in it ends the step.
+
+    That can be done silently only while the parameters are what they were. LBFGS calls its closure again after moving
+    them; sharpness-aware optimizers move them first.
     """
 
     def __init__(self, closure: Callable[[], Any], optimizer: Any) -> None:
         self._closure, self._optimizer = closure, optimizer
         self._cast_type = current_cast_type()
-        self._first: list[Any] = []
-        self._many_calls = isinstance(optimizer, torch.optim.LBFGS)
-
-    def use_again(self, loss: Any) -> None:
-        self._first.append(loss)
+        self._versions = self._parameter_versions()
+        setup = optimizer._amp_stash.setup
+        if isinstance(optimizer, torch.optim.LBFGS) and any(scaler.dynamic for scaler in setup.loss_scalers):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step calls its closure again after moving the parameters: with "
+                "loss_scale=\"dynamic\" an overflow there could not be undone. Give amp.initialize a static loss_scale.")
 
     def __call__(self) -> Any:
-        if self._first:
-            self._many_calls = True
-            return self._first.pop()
         stash = self._optimizer._amp_stash
-        if self._many_calls and any(scaler.dynamic for scaler in stash.setup.loss_scalers):
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__}.step calls its closure again after moving the parameters: with "
-                "loss_scale=\"dynamic\" an overflow there could not be undone. Give amp.initialize a static loss_scale.")
+        if stash.masters is not None:
+            stash.masters.sync()
         with torch.enable_grad(), cast_scope(self._cast_type):
             loss = self._closure()
         _prepare(stash)
-        if self._many_calls and any(overflow.happened() for overflow in stash.overflows):
-            stash.overflows.clear()
-            raise RuntimeError(f"gradient overflow inside {type(self._optimizer).__name__}.step, which calls its closure many "
-                               "times: the step can't be undone. Lower the static loss_scale given to amp.initialize.")
+        stash.begin_step()
+        if stash.last_step_skipped():
+            if self._parameter_versions() == self._versions:
+                raise _OverflowInClosure(loss)
+            raise RuntimeError(f"gradient overflow in a closure that {type(self._optimizer).__name__}.step called after moving the "
+                               "parameters: the step can't be undone. Give amp.initialize a lower, static loss_scale.")
         return loss
+
+    def _parameter_versions(self) -> list[int]:
+        return [parameter._version for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -2,305 +2,355 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from .._C import empty_unless_same_dtype, get_grads, set_grads
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_scale
 from .master_weights import MasterWeights
 
 if TYPE_CHECKING:
     from .scaler import LossScaler
 
+_dtype, _layout, _requires_grad = attrgetter("dtype"), attrgetter("layout"), attrgetter("requires_grad")
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
-
-def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+# Tensors, and for each, in one float32 tensor, whether its gradient was found not to be finite.
+Flags = tuple[Sequence[Tensor], Tensor]
 
 
 class ScaledBy:
     """The scale that gradients left in `.grad` still carry."""
 
     def __init__(self, scaler: LossScaler) -> None:
+        self.scaler = scaler
         self.scale = scaler.scale_tensor.clone()
-        self._scaler = scaler
         self._version = scaler.scale_tensor._version
 
     def is_current(self, scaler: LossScaler) -> bool:
         """True when `scaler` still has this scale, known without reading it from the device."""
-        return scaler is self._scaler and scaler.scale_tensor._version == self._version
+        return scaler is self.scaler and scaler.scale_tensor._version == self._version
 
 
 class Gradients:
     """What the backwards since the last step left for one optimizer.
 
-    `own` are parameters that the optimizer updates directly; the others are model parameters with an FP32 master. Outside a
-    scale_loss block both hold unscaled gradients, and `parameter.grad is master.grad` (FP32) for the latter, so that
-    clipping, zeroing or editing either is the same thing. Inside a block the backward writes fresh, scaled gradients.
+    The backward writes the gradients of `carriers`, the optimizer reads those of `holders`. A parameter that the optimizer
+    updates itself is both; of a model parameter with an FP32 master, the master is the holder. Outside a scale_loss block
+    both have one unscaled gradient (`carrier.grad is holder.grad`), so that clipping, zeroing or editing either is the same
+    thing. Inside a block the backward writes fresh, scaled gradients.
+
+    While gradients are left scaled, the carriers have those, and the masters what had been unscaled before.
     """
 
     def __init__(self, masters: MasterWeights | None) -> None:
         self.masters = masters
-        self._aliases: list[torch.Tensor | None] = []
-        self._left_scaled: ScaledBy | None = None
-        self._own: list[torch.Tensor] = []
-        self._set_aside_own: list[torch.Tensor | None] = []
-        self._set_aside_model: list[torch.Tensor | None] = []
-        self._flags: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self.left_scaled: ScaledBy | None = None
+        # What each model parameter and its master shared when this was last looked at.
+        self._shared: list[Tensor | None] = []
+        self._forget_block()
 
     # --- the scale_loss window, in the order of its calls -------------------------------------------------------------
 
-    def open(self, param_groups: list[dict], scaler: LossScaler, drop_earlier: bool) -> None:
+    def open(self, param_groups: list[dict], scaler: LossScaler, skip_is_pending: bool,
+             taken: set[int] | None = None) -> None:
         """Before the backward: sets earlier gradients aside, so that the backward starts from none.
 
-        With torch.distributed initialized, gradients of `own` parameters stay in place, multiplied by the current scale:
-        a reducer must still see what earlier backwards left there. `drop_earlier` zeroes those that are known not to be
-        finite, so that one overflow does not count twice.
+        Args:
+            skip_is_pending: earlier gradients are known not to be finite and will not be used: where they would have to be
+                mixed with new ones they are dropped, so that one overflow does not count twice.
+            taken: ids of the carriers that another optimizer of this block has; receives those of this one.
         """
         self.reconcile()
-        self._own = self._own_params(param_groups)
-        self._set_aside_model = []
-        if self.masters is not None:
-            parameters = self.masters.model_params
-            self._set_aside_model = [parameter.grad for parameter in parameters]
-            keep_in_place = self._left_scaled is not None and is_distributed()
-            for parameter, grad, alias in zip(parameters, self._set_aside_model, self._aliases):
-                if grad is not None and not (keep_in_place and grad is not alias):
-                    parameter.grad = None
+        self._skip_is_pending = skip_is_pending
+        self._list_parameters(param_groups, taken)
+        self._set_aside = get_grads(self._carriers)
         if is_distributed():
-            self._rescale_in_place(scaler, drop_earlier)
+            self._leave_in_place(scaler)
+            set_grads([carrier for carrier, grad in zip(self._carriers, self._set_aside) if grad is not None])
         else:
-            self._set_aside_own = [parameter.grad for parameter in self._own]
-            for parameter, grad in zip(self._own, self._set_aside_own):
-                if grad is not None:
-                    parameter.grad = None
+            set_grads(self._carriers)
 
     def put_back(self, error: BaseException) -> None:
         """After an exception: gradients exactly as before the block."""
-        if self.masters is not None:
-            for parameter, grad in zip(self.masters.model_params, self._set_aside_model):
-                parameter.grad = grad
-        if not is_distributed():
-            for parameter, grad in zip(self._own, self._set_aside_own):
-                parameter.grad = grad
-        else:
+        keep = is_distributed()
+        for carrier, grad in zip(self._carriers, self._set_aside):
+            if grad is not None or not keep:
+                carrier.grad = grad
+        if keep:
             note = ("apex_amp: the backward stopped half-way under torch.distributed, where gradients cannot be put back: "
                     "call zero_grad() before the next iteration")
             if hasattr(error, "add_note"):
                 error.add_note(note)
             else:
                 warnings.warn(note)
-        self._forget_set_aside()
+        self._forget_block()
 
     @torch.no_grad()
     def keep_scaled(self, scaler: LossScaler) -> None:
-        """Leaves this backward's gradients scaled in `.grad`, merged with those that a later `unscale` has to finish too."""
-        ignored = torch.zeros_like(scaler.found_inf)
-        factor = scaler.scale_tensor if self._left_scaled is None else scaler.scale_tensor / self._left_scaled.scale
-        pairs = list(zip(self._own, self._set_aside_own))
-        if self.masters is not None and self._left_scaled is not None:
-            pairs += [(parameter, earlier) for parameter, earlier, alias in zip(
-                self.masters.model_params, self._set_aside_model, self._aliases)
-                if earlier is not alias and parameter.grad is not earlier]
-        pairs = [(parameter, earlier) for parameter, earlier in pairs if earlier is not None]
-        _accumulate([parameter for parameter, _ in pairs], [earlier for _, earlier in pairs],
-                    [parameter.grad for parameter, _ in pairs], factor, ignored)
-        if self.masters is not None:
-            # A parameter that this backward did not reach shows its earlier gradient again, so that clearing it is seen.
-            for parameter, alias in zip(self.masters.model_params, self._aliases):
-                if parameter.grad is None:
-                    parameter.grad = alias
-        self._left_scaled = ScaledBy(scaler)
-        self._forget_set_aside()
+        """Leaves this backward's gradients scaled in `.grad`, merged with those that a later `unscale` must finish too.
+
+        Earlier gradients that are unscaled already are merged only where the optimizer updates the parameter itself;
+        masters go on holding theirs.
+        """
+        if self.left_scaled is not None:
+            merged, factor = self._left_scaled_positions(), scaler.scale_tensor / self.left_scaled.scale
+        else:
+            merged, factor = [], scaler.scale_tensor
+            if not self._skip_is_pending:
+                merged = [i for i, grad in enumerate(self._set_aside[:self._own]) if grad is not None]
+        carriers = [self._carriers[i] for i in merged]
+        _accumulate(carriers, [self._set_aside[i] for i in merged], [carrier.grad for carrier in carriers], factor,
+                    torch.zeros_like(scaler.found_inf))
+        # A parameter that no such gradient reached shows its master's again, so that clearing it is seen.
+        for carrier, holder in zip(self._carriers[self._own:], self._holders[self._own:]):
+            if carrier.grad is None:
+                carrier.grad = holder.grad
+        self.left_scaled = ScaledBy(scaler)
+        self._forget_block()
 
     @torch.no_grad()
-    def unscale(self, scaler: LossScaler) -> None:
-        """Adds this backward's unscaled gradients to what was there before; raises `scaler.found_inf` where one is not finite."""
+    def unscale(self, scaler: LossScaler) -> list[Flags]:
+        """Adds this backward's unscaled gradients to what was there before.
+
+        Raises `scaler.found_inf` where a gradient is not finite; returns for whom. A scale of 1 checks nothing.
+        """
         found_inf = torch.zeros_like(scaler.found_inf) if scaler.is_identity else scaler.found_inf
-        inv_scale = scaler.inv_scale()
-        self._flags = []
-        new_own = [parameter.grad for parameter in self._own]
-        earlier_own = self._set_aside_own or [None] * len(self._own)
-        if self._left_scaled is not None and not is_distributed():
-            earlier_own = self._unscale_left_scaled(found_inf)
-        self._add(zip(self._own, new_own, earlier_own), inv_scale, found_inf)
-        if self.masters is not None:
-            self._add([(master, parameter.grad, master.grad)
-                       for master, parameter in zip(self.masters.masters, self.masters.model_params)],
-                      inv_scale, found_inf)
-            self._share()
-        self._left_scaled = None
-        self._forget_set_aside()
-        _reduce_over_meshes(self._own, found_inf)
-
-    def _unscale_left_scaled(self, found_inf: torch.Tensor) -> list[torch.Tensor | None]:
-        """Finishes the gradients that earlier blocks left scaled; returns those of `own` parameters."""
-        inv_scale = self._left_scaled.scale.reciprocal()
-        self._add([(parameter, grad, None) for parameter, grad in zip(self._own, self._set_aside_own)],
-                  inv_scale, found_inf)
-        if self.masters is not None:
-            self._add([(master, grad, master.grad) for master, grad, alias in zip(
-                self.masters.masters, self._set_aside_model, self._aliases) if grad is not alias],
-                inv_scale, found_inf)
-        return [None if grad is None else parameter.grad for parameter, grad in zip(self._own, self._set_aside_own)]
-
-    def _add(self, triples: Iterable[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]],
-             inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        """holder.grad = earlier + grad * inv_scale, for every (holder, grad, earlier)."""
-        present = []
-        for holder, grad, earlier in triples:
-            if grad is not None:
-                present.append((holder, grad, earlier))
-            elif earlier is not None:
-                holder.grad = earlier
-        if present:
-            self._flags += _accumulate(*zip(*present), inv_scale, found_inf)
+        new, earlier, flags = get_grads(self._carriers), self._set_aside, []
+        if self.left_scaled is not None:
+            flags = self._finish_left_scaled(found_inf)
+            earlier = [holder.grad if i >= self._own or grad is not None else None
+                       for i, (holder, grad) in enumerate(zip(self._holders, earlier))]
+            self.left_scaled = None
+        present = [i for i, grad in enumerate(new) if grad is not None]
+        for i in set(range(len(new))).difference(present) if len(present) < len(new) else ():
+            self._holders[i].grad = earlier[i]
+        if scaler.is_identity:
+            present = [i for i in present if earlier[i] is not None or new[i].dtype != self._holders[i].dtype]
+        holders = self._holders
+        if len(present) < len(new):
+            holders, new, earlier = ([values[i] for i in present] for values in (holders, new, earlier))
+        flags += _accumulate(holders, new, earlier, scaler.inv_scale(), found_inf)
+        self._share()
+        _reduce_over_meshes(self._holders, found_inf)
+        self._forget_block()
+        return flags
 
     # --- between the blocks -------------------------------------------------------------------------------------------
 
-    def reconcile(self) -> list[torch.Tensor]:
+    def reconcile(self) -> list[Tensor]:
         """Applies to the masters what was done to the gradients since the last block: cleared, replaced, edited.
 
         Returns the model parameters whose gradient came from a backward outside any scale_loss block; it is taken as it is.
         """
         if self.masters is None:
             return []
-        self._aliases += [None] * (len(self.masters.masters) - len(self._aliases))
+        parameters, masters = self.masters.model_params, self.masters.masters
+        self._shared += [None] * (len(masters) - len(self._shared))
+        grads, master_grads = get_grads(parameters), get_grads(masters)
+        if all(map(is_, grads, self._shared)) and all(map(is_, grads, master_grads)):
+            return []
         outside = []
-        for index, (parameter, master) in enumerate(zip(self.masters.model_params, self.masters.masters)):
-            grad, alias = parameter.grad, self._aliases[index]
-            if grad is alias and master.grad is alias:
+        for i, (grad, shared, master_grad) in enumerate(zip(grads, self._shared, master_grads)):
+            if grad is shared and grad is master_grad:
                 continue
-            if grad is alias:
-                parameter.grad = self._aliases[index] = master.grad
+            if grad is shared:
+                parameters[i].grad = self._shared[i] = master_grad
             elif grad is None:
-                master.grad = self._aliases[index] = None
-            elif self._left_scaled is None:
-                if grad.dtype == parameter.dtype:
-                    outside.append(parameter)
-                parameter.grad = master.grad = self._aliases[index] = grad.float()
+                masters[i].grad = self._shared[i] = None
+            elif self.left_scaled is None:
+                if grad.dtype == parameters[i].dtype:
+                    outside.append(parameters[i])
+                parameters[i].grad = masters[i].grad = self._shared[i] = grad.float()
             else:
-                self._aliases[index] = master.grad
+                self._shared[i] = master_grad
         return outside
 
     def clear_masters(self) -> None:
-        """Drops the masters' gradients after a step; the model parameters keep showing theirs until the next backward."""
-        for master in self.masters.masters if self.masters is not None else ():
-            master.grad = None
+        """Drops the masters' gradients after a step; the model parameters keep showing theirs until the next backward.
+
+        Those of masters that another optimizer has too stay for its step.
+        """
+        if self.masters is not None:
+            masters = self.masters.masters
+            if MasterWeights.any_is_shared:
+                masters = [master for master in masters if not hasattr(master, "_amp_is_shared")]
+            set_grads(masters)
 
     def clear_model(self, set_to_none: bool) -> None:
         """The model parameters' part of zero_grad: their masters' part is the optimizer's own."""
-        self._left_scaled = None
+        self.left_scaled = None
+        if self.masters is None:
+            return
         if set_to_none:
-            self._aliases = []
-        for parameter in self.masters.model_params if self.masters is not None else ():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+            self._shared = []
+            set_grads(self.masters.model_params)
+        else:
+            with torch.no_grad():
+                for parameter in self.masters.model_params:
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()
 
-    def culprits(self) -> list[torch.Tensor]:
-        """The model's parameters in whose gradients the last `unscale` found an inf or NaN."""
-        found = [holder for holders, flags in self._flags for holder, flag in zip(holders, flags.tolist()) if flag]
+    def culprits(self, flags: list[Flags]) -> list[Tensor]:
+        """The model's parameters that `flags` say have an inf or NaN in their gradient, each once."""
         model_params = {} if self.masters is None else dict(zip(map(id, self.masters.masters), self.masters.model_params))
-        return [model_params.get(id(holder), holder) for holder in found]
+        found = [model_params.get(id(holder), holder) for holders, per_holder in flags
+                 for holder, flag in zip(holders, per_holder.tolist()) if flag]
+        return list({id(parameter): parameter for parameter in found}.values())
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
-    def _own_params(self, param_groups: list[dict]) -> list[torch.Tensor]:
-        params = [parameter for group in param_groups for parameter in group["params"]]
-        if self.masters is None:
-            return params
-        masters = set(map(id, self.masters.masters))
-        return [parameter for parameter in params if id(parameter) not in masters]
+    def _list_parameters(self, param_groups: list[dict], taken: set[int] | None) -> None:
+        """Fills `_carriers` and `_holders`: first the parameters that are both, `_own` many, then pairs with a master."""
+        own = [parameter for group in param_groups for parameter in group["params"]]
+        carriers: list[Tensor] = []
+        holders: list[Tensor] = []
+        if self.masters is not None:
+            carriers, holders = self.masters.model_params, self.masters.masters
+            if len(own) == len(holders) and all(map(is_, own, holders)):
+                own = []
+            else:
+                masters = set(map(id, holders))
+                own = [parameter for parameter in own if id(parameter) not in masters]
+        if taken is not None:
+            own = [parameter for parameter in own if id(parameter) not in taken]
+            pairs = [(carrier, holder) for carrier, holder in zip(carriers, holders) if id(carrier) not in taken]
+            carriers, holders = [carrier for carrier, _ in pairs], [holder for _, holder in pairs]
+            taken.update(map(id, own), map(id, carriers))
+        self._own, self._carriers, self._holders = len(own), own + carriers, own + holders
+
+    def _forget_block(self) -> None:
+        self._own = 0
+        self._carriers: list[Tensor] = []
+        self._holders: list[Tensor] = []
+        self._set_aside: list[Tensor | None] = []
+        self._skip_is_pending = False
+
+    def _left_scaled_positions(self) -> list[int]:
+        """Where a gradient that was set aside is one that an earlier block left scaled."""
+        return [i for i, grad in enumerate(self._set_aside)
+                if grad is not None and (i < self._own or grad is not self._holders[i].grad)]
+
+    def _finish_left_scaled(self, found_inf: Tensor) -> list[Flags]:
+        """Unscales what earlier blocks left scaled, into the holders' gradients."""
+        positions = self._left_scaled_positions()
+        holders = [self._holders[i] for i in positions]
+        unscaled = [None if i < self._own else self._holders[i].grad for i in positions]
+        return _accumulate(holders, [self._set_aside[i] for i in positions], unscaled,
+                           self.left_scaled.scale.reciprocal(), found_inf)
 
     def _share(self) -> None:
-        self._aliases = [master.grad for master in self.masters.masters]
-        for parameter, grad in zip(self.masters.model_params, self._aliases):
-            parameter.grad = grad
-
-    def _forget_set_aside(self) -> None:
-        self._set_aside_own, self._set_aside_model = [], []
+        if self.masters is not None:
+            self._shared = get_grads(self.masters.masters)
+            set_grads(self.masters.model_params, self._shared)
 
     @torch.no_grad()
-    def _rescale_in_place(self, scaler: LossScaler, drop_earlier: bool) -> None:
-        holders = self._own + (self.masters.model_params if self.masters is not None else [])
-        grads = [holder.grad for holder in holders if holder.grad is not None]
-        if not grads or (self._left_scaled is not None and self._left_scaled.is_current(scaler)):
+    def _leave_in_place(self, scaler: LossScaler) -> None:
+        """With torch.distributed initialized: earlier gradients stay in `.grad`, multiplied by the current scale.
+
+        A reducer must still see what earlier backwards left there. The FP32 gradients that model parameters share with
+        their masters are no reducer's: those are set aside as ever.
+        """
+        if self.left_scaled is None:
+            positions = [i for i, grad in enumerate(self._set_aside[:self._own]) if grad is not None]
+        else:
+            positions = self._left_scaled_positions()
+        grads = [self._set_aside[i] for i in positions]
+        for i in positions:
+            self._set_aside[i] = None
+        if not grads or (self.left_scaled is not None and self.left_scaled.is_current(scaler)):
             return
-        if drop_earlier:
-            torch._foreach_zero_(grads)
+        if self._skip_is_pending:
+            for grad in grads:
+                grad.zero_()
             return
-        factor = scaler.scale_tensor if self._left_scaled is None else scaler.scale_tensor / self._left_scaled.scale
-        holders = [holder for holder in holders if holder.grad is not None]
-        _accumulate(holders, grads, [None] * len(grads), factor, torch.zeros_like(scaler.found_inf))
-        if self._left_scaled is not None:
-            self._left_scaled = ScaledBy(scaler)
+        factor = scaler.scale_tensor if self.left_scaled is None else scaler.scale_tensor / self.left_scaled.scale
+        _accumulate([self._carriers[i] for i in positions], grads, [None] * len(grads), factor,
+                    torch.zeros_like(scaler.found_inf))
+        if self.left_scaled is not None:
+            self.left_scaled = ScaledBy(scaler)
 
 
-def _accumulate(holders: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
-                earlier: Sequence[torch.Tensor | None], factor: torch.Tensor, found_inf: torch.Tensor) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor | None], factor: Tensor,
+                found_inf: Tensor) -> list[Flags]:
     """holder.grad = earlier + grad * factor in the holder's dtype, with one pass over each gradient.
 
-    Sums are written into `earlier`, and products of the same dtype into `grad`, in place. Raises `found_inf` where `grad` is not
-    finite; returns (holders, float32 flag per holder) for the gradients that went through each pass.
+    Sums are written into `earlier`, and products of the same dtype into `grad`, in place. Raises `found_inf` where `grad`
+    is not finite.
     """
-    first, added, others = [], [], []
-    for holder, grad, before in zip(holders, grads, earlier):
-        if not (_is_kernel_tensor(grad) and (before is None or _is_kernel_tensor(before))):
-            others.append((holder, grad, before))
-        elif before is None:
-            first.append((holder, grad, grad if grad.dtype == holder.dtype else torch.empty_like(grad, dtype=holder.dtype)))
+    if not grads:
+        return []
+    if _kernels_take(grads) and all(map(is_, earlier, repeat(None))):
+        return [_scale(holders, grads, factor, found_inf)]
+    to_scale, to_add, flags = [], [], []
+    for i, (grad, before) in enumerate(zip(grads, earlier)):
+        if not _kernels_take([grad] if before is None else [grad, before]):
+            flags.append(((holders[i],), _accumulate_one(holders[i], grad, before, factor, found_inf)))
         else:
-            added.append((holder, grad, before))
-    flags = []
-    for triples in (first, added):
-        if not triples:
-            continue
-        targets, sources, results = zip(*triples)
-        per_tensor = torch.zeros(len(triples), device=found_inf.device)
-        if triples is first:
-            multi_tensor_scale(_local(sources), _local(results), found_inf, factor, per_tensor)
-        else:
-            multi_tensor_axpby(_local(sources), _local(results), _local(results), found_inf, factor, 1.0, "x", per_tensor)
-        for target, result in zip(targets, results):
-            if target.grad is not result:
-                target.grad = result
-        flags.append((targets, per_tensor))
-    for holder, grad, before in others:
-        flags.append(((holder,), _accumulate_one(holder, grad, before, factor, found_inf)))
+            (to_scale if before is None else to_add).append(i)
+    if to_scale:
+        flags.append(_scale([holders[i] for i in to_scale], [grads[i] for i in to_scale], factor, found_inf))
+    if to_add:
+        flags.append(_add([holders[i] for i in to_add], [grads[i] for i in to_add], [earlier[i] for i in to_add],
+                          factor, found_inf))
     return flags
 
 
-def _accumulate_one(holder: torch.Tensor, grad: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor,
-                    found_inf: torch.Tensor) -> torch.Tensor:
+def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> Flags:
+    results = empty_unless_same_dtype(grads, holders)
+    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    multi_tensor_scale(_local(grads), _local(results), found_inf, factor, per_tensor)
+    set_grads(holders, results)
+    return holders, per_tensor
+
+
+def _add(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor], factor: Tensor,
+         found_inf: Tensor) -> Flags:
+    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    sums = _local(earlier)
+    multi_tensor_axpby(_local(grads), sums, sums, found_inf, factor, 1.0, "x", per_tensor)
+    set_grads(holders, earlier)
+    return holders, per_tensor
+
+
+def _accumulate_one(holder: Tensor, grad: Tensor, before: Tensor | None, factor: Tensor, found_inf: Tensor) -> Tensor:
     """The same for what the kernels do not read: sparse, float64 and complex gradients, and those with a graph of their own."""
+    wide = torch.promote_types(holder.dtype, torch.float32)
     with torch.set_grad_enabled(grad.requires_grad):
+        values = (grad._values() if grad.is_sparse else grad).to(wide) * factor.to(grad.device)
+        flag = (~torch.isfinite(values.detach())).any().to(found_inf.device, torch.float32)
+        result = values.to(holder.dtype)
         if grad.is_sparse:
-            values = grad._values().to(holder.dtype) * factor.to(grad.device, holder.dtype)
-            result = torch.sparse_coo_tensor(grad._indices(), values, grad.shape).coalesce()
-        else:
-            values = result = grad.to(holder.dtype) * factor.to(grad.device, holder.real.dtype)
-        flag = (~torch.isfinite(values.detach())).any().to(found_inf.device, torch.float32).reshape(1)
-        holder.grad = result if before is None else before + result
+            result = torch.sparse_coo_tensor(grad._indices(), result, grad.shape).coalesce()
+        if before is not None:
+            result = result + before if before.is_sparse and not result.is_sparse else before + result
+        holder.grad = result
     torch.maximum(found_inf, flag, out=found_inf)
-    return flag
+    return flag.reshape(1)
 
 
-def _is_kernel_tensor(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in _KERNEL_DTYPES and not tensor.is_sparse and not tensor.requires_grad
+def _kernels_take(tensors: Sequence[Tensor]) -> bool:
+    return (_KERNEL_DTYPES.issuperset(map(_dtype, tensors)) and not any(map(_requires_grad, tensors))
+            and all(map(is_, map(_layout, tensors), repeat(torch.strided))))
 
 
-def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The shards that this rank holds, where tensors are DTensors."""
     if not is_distributed():
-        return list(tensors)
+        return tensors
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def _reduce_over_meshes(parameters: list[torch.Tensor], found_inf: torch.Tensor) -> None:
+def _reduce_over_meshes(parameters: list[Tensor], found_inf: Tensor) -> None:
     """Lets all ranks that share sharded parameters (FSDP2) agree on an overflow."""
     if not is_distributed():
         return

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +16,7 @@ from apex_amp import _C
 Replace = Callable[[Any, str, Any], None]
 
 
-def install(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
+def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
     """Replaces torch's entry points, through `replace(owner, name, value)`."""
     _script_without_patches(replace, lifted)
     _recompute_in_forward_state(replace)
@@ -25,12 +24,6 @@ def install(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
-    gc.callbacks.append(_free_deleted_models)
-
-
-def uninstall() -> None:
-    """Undoes what `install` did besides `replace`."""
-    gc.callbacks.remove(_free_deleted_models)
 
 
 def _script_without_patches(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
@@ -117,7 +110,7 @@ def _notice_data_access(replace: Replace) -> None:
     replace(torch.Tensor, "data", property(get, original.__set__, original.__delete__, original.__doc__))
 
 
-def _free_deleted_models(phase: str, info: dict[str, int]) -> None:
-    """A cached cast reaches its parameter through grad_fn, where the collector can't see: let go first."""
+def free_deleted_models(phase: str, info: dict[str, int]) -> None:
+    """For gc.callbacks. A cached cast reaches its parameter through grad_fn, where the collector can't see: let go first."""
     if phase == "start" and info["generation"] == 2:
         _C.clear_weight_cache()

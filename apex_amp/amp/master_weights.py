@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._C import versions
 from ..multi_tensor import multi_tensor_copy
 
 
@@ -26,6 +27,9 @@ class MasterWeights:
     values whatever the counters say.
     """
 
+    # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
+    any_is_shared = False
+
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
@@ -33,20 +37,28 @@ class MasterWeights:
         # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a parameter
         # in two optimizers is one pair.
         self._seen: list[list[int]] = []
+        # All versions after the last whole sync: while they stay, nothing was written.
+        self._quiet: tuple[list[int], list[int]] = [], []
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
         master = master_of(parameter)
-        if master is None:
+        if master is not None:
+            master._amp_is_shared = MasterWeights.any_is_shared = True
+        else:
             # Not detach(): it would share the version counter of what it was detached from.
             master = nn.Parameter(parameter.data.float() if fp32_value is None else fp32_value.data)
+        self._append(parameter, master)
+        return master
+
+    def _append(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
         self._index[id(parameter)] = len(self.model_params)
         self.model_params.append(parameter)
         self.masters.append(master)
+        # The parameter finds its master, and carries the master's FP32 gradient as its own.
         parameter._amp_master = master
-        parameter.grad_dtype = None  # it carries the master's FP32 gradient as its own
+        parameter.grad_dtype = None
         self._seen.append(vars(master).setdefault("_amp_seen", [master._version, parameter._version]))
-        return master
 
     def detach(self) -> None:
         """Parts the pairs: the model parameters forget their masters and carry gradients of their own dtype again."""
@@ -62,17 +74,19 @@ class MasterWeights:
 
         Costs two integer comparisons a pair when nothing was written.
         """
+        if parameters is None and (versions(self.masters), versions(self.model_params)) == self._quiet:
+            return
+        pushed, pulled = [], []
+        for i in range(len(self.masters)) if parameters is None else self._chosen(parameters):
+            master_version, model_version = self._seen[i]
+            if self.masters[i]._version != master_version:
+                pushed.append(i)
+            elif self.model_params[i]._version != model_version:
+                pulled.append(i)
+        self._push(pushed)
+        self._pull(pulled)
         if parameters is None:
-            written = [i for i, (master, parameter, (master_version, model_version))
-                       in enumerate(zip(self.masters, self.model_params, self._seen))
-                       if master._version != master_version or parameter._version != model_version]
-        else:
-            written = [i for i in self._chosen(parameters)
-                       if self._seen[i] != [self.masters[i]._version, self.model_params[i]._version]]
-        if written:
-            by_master = [self.masters[i]._version != self._seen[i][0] for i in written]
-            self._push([i for i, of_master in zip(written, by_master) if of_master])
-            self._pull([i for i, of_master in zip(written, by_master) if not of_master])
+            self._quiet = versions(self.masters), versions(self.model_params)
 
     @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -113,9 +127,10 @@ class MasterWeights:
         self.sync()
         duplicate = memo[id(self)] = MasterWeights()
         for parameter, master in zip(self.model_params, self.masters):
-            parameter = copy.deepcopy(parameter, memo)
-            parameter._amp_master = copy.deepcopy(master, memo)
-            duplicate.add(parameter)
+            copied = copy.deepcopy(master, memo)
+            if hasattr(master, "_amp_is_shared"):
+                copied._amp_is_shared = True
+            duplicate._append(copy.deepcopy(parameter, memo), copied)
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,8 +140,7 @@ class MasterWeights:
     def __setstate__(self, state: dict[str, Any]) -> None:
         MasterWeights.__init__(self)
         for parameter, master in state["pairs"]:
-            parameter._amp_master = master
-            self.add(parameter)
+            self._append(parameter, master)
         self._note_versions(range(len(self.masters)))
 
 

@@ -1,11 +1,12 @@
 """Whether the gradients of one scale_loss block were finite: known at once on a CPU, when the flag arrives on a GPU."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .gradients import Gradients
+from .gradients import Flags, Gradients
+from .scaler import LossScaler
 
 if TYPE_CHECKING:
     from ._state import Setup
@@ -15,59 +16,68 @@ SKIPS_BEFORE_WARNING = 20
 
 
 class Overflow:
-    """The verdict on one block. `happened()` waits for the device at most once, prints the message and remembers."""
+    """The verdict on one block, made when its scaler has been updated.
 
-    def __init__(self, setup: Setup, loss_id: int, gradients: Sequence[Gradients]) -> None:
-        scaler = setup.loss_scalers[loss_id]
-        self._setup, self._loss_id, self._gradients = setup, loss_id, gradients
-        self.found_inf = scaler.found_inf
+    `happened()` waits for the device at most once; the first time that the verdict is known it is reported, and remembered.
+    Under a CUDA graph's capture nothing reaches the host: then `found_inf` alone decides, on the device.
+    """
+
+    def __init__(self, setup: Setup, scaler: LossScaler, flags: list[tuple[Gradients, list[Flags]]]) -> None:
+        self._setup, self._scaler, self._flags = setup, scaler, flags
         self._happened: bool | None = None
         self._event: torch.cuda.Event | None = None
-        if scaler.device.type == "cuda":
-            # found_inf is cleared by the next block; this copy is the block's own.
+        self.found_inf = scaler.found_inf
+        self._seen = (scaler.found_inf, scaler.scale_tensor)
+        if scaler.device.type != "cpu":
+            # The next block clears the scaler's own flag.
             self.found_inf = scaler.found_inf.clone()
-            self._on_host = torch.cat((self.found_inf, scaler.scale_tensor)).to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(scaler.device))
+            self._seen = (self.found_inf, scaler.scale_tensor.clone())
+            if scaler.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                self._seen = tuple(tensor.to("cpu", non_blocking=True) for tensor in self._seen)
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(scaler.device))
         else:
-            self._on_host = torch.cat((scaler.found_inf, scaler.scale_tensor))
             self.happened()
 
     def is_known(self) -> bool:
         """True when `happened` will not wait."""
-        return self._happened is not None or self._event is None or self._event.query()
+        return self._happened is not None or (self._event is not None and self._event.query())
 
     def happened(self) -> bool:
         if self._happened is None:
             if self._event is not None:
                 self._event.synchronize()
-            found_inf, scale = self._on_host.tolist()
-            self._happened = found_inf != 0
-            self._report(scale)
-            self._gradients, self._event = (), None
+            self._happened = self._seen[0].item() != 0
+            self._report()
+            self._flags, self._event, self._seen = [], None, ()
         return self._happened
+
+    def settle(self) -> bool:
+        """Reports the verdict if it has arrived; returns whether it has."""
+        return self.is_known() and (self.happened() or True)
 
     def __getstate__(self) -> dict[str, Any]:
         self.happened()
         return dict(self.__dict__)
 
-    def _report(self, scale: float) -> None:
-        setup, scaler = self._setup, self._setup.loss_scalers[self._loss_id]
+    def _report(self) -> None:
+        setup, scaler = self._setup, self._scaler
         if not self._happened:
             scaler.skips_in_a_row = 0
             return
         scaler.skips_in_a_row += 1
         names = setup.parameter_names()
         culprits = [names.get(id(parameter), "a parameter of no initialized model")
-                    for gradients in self._gradients for parameter in gradients.culprits()]
+                    for gradients, flags in self._flags for parameter in gradients.culprits(flags)]
         setup.overflow_report = culprits
+        loss_id = setup.loss_scalers.index(scaler)
         change = "reducing loss scale to" if scaler.dynamic else "keeping static loss scale"
-        setup.say(f"Gradient overflow.  Skipping step, loss scaler {self._loss_id} {change} {scale}")
+        setup.say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {self._seen[1].item()}")
         setup.say(f"Gradients that are not finite: {_abridged(culprits)}", level=2)
         if scaler.skips_in_a_row == SKIPS_BEFORE_WARNING:
-            setup.warn(f"{SKIPS_BEFORE_WARNING} steps in a row were skipped by loss scaler {self._loss_id}: the loss scale is not "
-                       f"the cause. Gradients that are not finite: {_abridged(culprits)}. Look for an inf or NaN in the "
-                       "loss, the inputs or the learning rate")
+            setup.warn(f"{SKIPS_BEFORE_WARNING} steps in a row were skipped by loss scaler {loss_id}: the loss scale is not the "
+                       f"cause. Gradients that are not finite: {_abridged(culprits)}. Look for an inf or NaN in the loss, the "
+                       "inputs or the learning rate")
 
 
 def _abridged(names: list[str], most: int = 20) -> str:

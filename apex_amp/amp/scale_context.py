@@ -2,16 +2,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ._state import Setup, process
-from .amp_optimizer import Stash, stash_of
+from .amp_optimizer import Stash, stash_of, unscale
 from .cast_state import clear_weight_cache
 from .model_cast import cast_of
-from .overflow import Overflow
 
 
 @contextlib.contextmanager
@@ -42,16 +41,19 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
         IndexError: `loss_id` out of range.
         TypeError: `loss` is not a floating tensor.
     """
-    stashes, params = _stashes(optimizers)
+    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    listed = list({id(optimizer): optimizer for optimizer in listed}.values())
+    stashes = _stashes(listed)
     if stashes is None:
         yield loss
         return
     setup = stashes[0].setup
     scaler = _scaler(setup, loss_id)
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-        raise TypeError(f"amp.scale_loss: loss must be a floating tensor, got {loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__}")
+        got = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"amp.scale_loss: loss must be a floating tensor, got {got}")
 
-    if scaler.is_identity and all(stash.masters is None for stash in stashes):
+    if scaler.is_identity and all(stash.masters is None and stash.gradients.left_scaled is None for stash in stashes):
         try:
             yield loss.float()
         finally:
@@ -60,12 +62,15 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
         return
 
     scaler.to(loss.device)
-    for stash, groups in zip(stashes, params):
-        stash.gradients.open(groups, scaler, drop_earlier=stash.skip_is_pending())
+    for optimizer, stash in zip(listed, stashes):
+        stash.finish_left_scaled(optimizer, unless_by=scaler)
+    taken: set[int] | None = set() if len(listed) > 1 else None
     try:
+        for optimizer, stash in zip(listed, stashes):
+            stash.gradients.open(optimizer.param_groups, scaler, stash.skip_is_pending(), taken)
         yield scaler.scale(loss)
     except BaseException as error:
-        for stash in stashes:
+        for stash in reversed(stashes):
             stash.gradients.put_back(error)
         clear_weight_cache()
         raise
@@ -73,41 +78,31 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
     if delay_unscale or _reduction_is_pending(setup):
         for stash in stashes:
             stash.gradients.keep_scaled(scaler)
-        if not delay_unscale:
-            clear_weight_cache()
-        return
-
-    scaler.found_inf.zero_()
-    for stash in stashes:
-        stash.gradients.unscale(scaler)
-    if not (delay_overflow_check or scaler.is_identity):
-        scaler.update()
-        overflow = Overflow(setup, loss_id, [stash.gradients for stash in stashes])
-        for stash in stashes:
-            stash.overflows.append(overflow)
-    clear_weight_cache()
+    else:
+        unscale(scaler, stashes, decide=not delay_overflow_check)
+    if not delay_unscale:
+        clear_weight_cache()
 
 
-def _stashes(optimizers: Any) -> tuple[list[Stash] | None, list[list[dict]]]:
-    """amp's state and the param_groups of each optimizer; (None, []) where the latest initialize had enabled=False."""
-    listed: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    stashes = [stash_of(optimizer) for optimizer in listed]
+def _stashes(optimizers: list) -> list[Stash] | None:
+    """amp's state of each optimizer; None where the latest initialize had enabled=False."""
+    stashes = [stash_of(optimizer) for optimizer in optimizers]
     if process.latest is None and not any(stashes):
         if process.was_initialized:
-            return None, []
+            return None
         raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
                            "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
-    if not listed:
+    if not optimizers:
         raise RuntimeError("amp.scale_loss needs the optimizer(s) whose gradients this backward creates, got an empty list")
-    for index, (optimizer, stash) in enumerate(zip(listed, stashes)):
+    for index, (optimizer, stash) in enumerate(zip(optimizers, stashes)):
         if stash is None:
-            which = f"optimizers[{index}]" if len(listed) > 1 else "the optimizer"
-            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through amp.initialize. Pass it there "
-                               "together with its model, and use the optimizer that initialize returns")
+            which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
+            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through amp.initialize. Pass "
+                               "it there together with its model, and use the optimizer that initialize returns")
     if any(stash.setup is not stashes[0].setup for stash in stashes):
         raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss scales "
                            "differ; use one scale_loss block for each call")
-    return stashes, [optimizer.param_groups for optimizer in listed]
+    return stashes
 
 
 def _scaler(setup: Setup, loss_id: int) -> Any:

@@ -24,8 +24,8 @@ class LossScaler:
         max_loss_scale: ceiling of a dynamic scale, which starts at min(2**16, max_loss_scale).
 
     A dynamic scale doubles after 2,000 updates in a row without an overflow and halves at each overflow
-    (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2). Scale, counter and flag are tensors on
-    `device`, so that an update on a GPU needs no host synchronization.
+    (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2). Scale, counter and flag are 0-dim
+    tensors on `device`, so that an update on a GPU needs no host synchronization.
     """
 
     def __init__(self, loss_scale: float | str, min_loss_scale: float | None = None,
@@ -34,9 +34,9 @@ class LossScaler:
         self.min_loss_scale = SMALLEST_SCALE if min_loss_scale is None else float(min_loss_scale)
         self.max_loss_scale = float(max_loss_scale)
         start = min(self.max_loss_scale, INIT_SCALE) if self.dynamic else float(loss_scale)
-        self.scale_tensor = torch.tensor([start], dtype=torch.float32, device=device)
-        self.growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
-        self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        self.scale_tensor = torch.tensor(start, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.skips_in_a_row = 0
         # A static scale of 1 changes nothing and checks nothing: no pass over the gradients at all.
         self.is_identity = not self.dynamic and start == 1.0
@@ -74,10 +74,10 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` in FP32 times the scale, on the loss's device."""
-        return loss.float() * self.scale_tensor.to(loss.device).reshape(())
+        return loss.float() * self.scale_tensor.to(loss.device)
 
     def inv_scale(self) -> torch.Tensor:
-        """1 / scale: float32, one element."""
+        """1 / scale, float32."""
         return self.scale_tensor.reciprocal()
 
     def update(self) -> None:

@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
             events.write(json.dumps(event) + "\n")
 
         recorder = Recorder(settings, write)
-        amp.initialize, amp.scale_loss = recorder.initialize, recorder.scale_loss
+        vars(amp).update(initialize=recorder.initialize, scale_loss=recorder.scale_loss)
         seed_everything(settings.seed)
         error: str | None = None
         try:

@@ -157,7 +157,9 @@ def write_picture(results: Sequence[LevelResult], path: str) -> bool:
     for color, result in enumerate(results):
         for number, loss_id in enumerate(result.loss_ids):
             label = result.opt_level if len(result.loss_ids) == 1 else f"{result.opt_level} loss {loss_id}"
-            style = dict(color=f"C{color}", linestyle=("-", "--", ":", "-.")[number % 4], label=label)
+            # Later levels are thinner, so that curves that agree all stay visible.
+            style: dict[str, Any] = dict(color=f"C{color}", linestyle=("-", "--", ":", "-.")[number % 4], label=label,
+                                         linewidth=1.5 * (len(results) - color), alpha=0.7)
             loss_axes.plot(result.losses(loss_id), **style)
             scale_axes.plot([iteration["loss_scale"][loss_id] for iteration in result.iterations
                              if loss_id in iteration["loss_scale"]], **style)
