@@ -41,7 +41,8 @@ class MasterWeights:
             master = existing
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
-            value = parameter.detach().float() if fp32_value is None else fp32_value.detach()
+            # .data: a detached view would share its version counter with the parameter it is to be compared with.
+            value = parameter.data.float() if fp32_value is None else fp32_value.data
             master = nn.Parameter(value, requires_grad=True)
         self.model_params.append(parameter)
         self.masters.append(master)
@@ -74,6 +75,12 @@ class MasterWeights:
         pulled = [i for i, version in enumerate(model_versions) if version != self._model_versions[i] and i not in moved]
         multi_tensor_copy([self.masters[i] for i in pushed], [self.model_params[i] for i in pushed])
         multi_tensor_copy([self.model_params[i] for i in pulled], [self.masters[i] for i in pulled])
+        self._note_versions()
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Overwrites the model's values by the masters', whatever the counters say: fused kernels do not move them."""
+        multi_tensor_copy(self.masters, self.model_params)
         self._note_versions()
 
     @torch.no_grad()
