@@ -62,6 +62,7 @@ class Stash:
         left = self.gradients.left_scaled
         if left is None or left.scaler is unless_by or (unless_by is not None and is_distributed()):
             return False
+        self.gradients.reconcile()
         self.gradients.open(optimizer.param_groups, left.scaler, self.skip_is_pending())
         unscale(left.scaler, [self])
         return True
