@@ -14,10 +14,10 @@ CSRC = ROOT / "csrc"
 FLOORS = [
     ["_C", "_version", "legacy_torch"],
     ["amp.cast_state", "amp.cast_lists", "amp.generated_class"],
-    ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor"],
-    ["amp.patching", "amp.master_weights", "amp.scaler", "optimizers", "multi_tensor_apply", "normalization"],
-    ["amp.model_cast", "amp.gradients", "amp.cast_report"],
-    ["amp.overflow"],
+    ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor", "multi_tensor_updates"],
+    ["amp.patching", "amp.master_weights", "amp.scaler", "multi_tensor_apply", "normalization"],
+    ["amp.model_cast", "amp.gradients", "amp.cast_report", "optimizers"],
+    ["amp.overflow", "amp.distributed"],
     ["amp.amp_optimizer"],
     ["amp.scale_context"],
     ["amp.frontend", "amp.autocast", "amp.grad_scaler"],
@@ -33,9 +33,10 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 INCLUDES = {
     "elementwise.h": set(),
-    "multi_tensor.h": {"elementwise.h"},
-    "multi_tensor_cpu.cpp": {"multi_tensor.h", "elementwise.h"},
-    "multi_tensor_cuda.cu": {"multi_tensor.h", "elementwise.h"},
+    "optimizer_elements.h": {"elementwise.h"},
+    "multi_tensor.h": {"optimizer_elements.h", "elementwise.h"},
+    "multi_tensor_cpu.cpp": {"multi_tensor.h"},
+    "multi_tensor_cuda.cu": {"multi_tensor.h"},
     "cast_function.h": set(),
     "cast_function.cpp": {"cast_function.h"},
     "bindings.cpp": {"cast_function.h", "multi_tensor.h"},
