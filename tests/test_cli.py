@@ -131,14 +131,14 @@ parser.add_argument("--mode", default="")
 parser.add_argument("--steps", type=int, default=8)
 options = parser.parse_args()
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=True)
 if options.mode == "crash" and model[0].weight.dtype == torch.float32:
     raise RuntimeError("no float here")
 x = torch.randn(32, 4)
 for step in range(options.steps):
     optimizer.zero_grad()
-    loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+    loss = 0.01 * (model(x).float() - x.sum(1, keepdim=True)).square().mean()  # scaled by 2**16, it stays finite
     if options.mode == "overflow" and step == 3:
         loss = loss * float("inf")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
