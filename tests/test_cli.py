@@ -86,6 +86,16 @@ def test_run_answers_apex_also_behind_torchrun(project):
     assert sorted(done.stdout.splitlines()) == expected
 
 
+def test_run_puts_a_real_apex_first_unless_forced(project):
+    (project / "code" / "apex").mkdir()
+    (project / "code" / "apex" / "__init__.py").write_text("")
+    (project / "code" / "which.py").write_text("import sys, apex; print('amp' in dir(apex) or hasattr(apex, 'amp'))")
+    done = apex_amp("run", "code/which.py", cwd=project)
+    assert done.stdout == "False\n" and "--force" in done.stderr
+    done = apex_amp("run", "--force", "code/which.py", cwd=project)
+    assert done.stdout == "True\n" and not done.stderr
+
+
 def test_run_with_legacy_torch(project):
     script = project / "old.py"
     script.write_text("import torch._six, torch; print(torch.load('whole.pt').x)")

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import functools
 import importlib.machinery
 import os
 import runpy
@@ -59,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no SCRIPT given")
+    set_first_path(command[0], options.is_module)  # first: an Apex may lie beside the script
     make_legacy_environment(parser, options)
     run_as_main(command[0], command[1:], options.is_module)
     return 0
@@ -78,19 +78,18 @@ def make_legacy_environment(parser: argparse.ArgumentParser, options: argparse.N
         legacy_torch.enable(trusted_files=options.trust, children=True)
 
 
-def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
-    """Runs a script (file, folder or zip with a `__main__.py`) or a module as `python` would, in a fresh `__main__`.
+def set_first_path(target: str, is_module: bool) -> None:
+    """Puts in sys.path[0], instead of this program's, what `python` would for a script, folder, zip or module.
 
-    Exits of the script pass through; an uncaught exception is reported through sys.excepthook, without the frames of
-    this package, and goes on silently so that the exit status is Python's own.
+    Exits as `python` does where there is no such script.
     """
-    is_container = not is_module and (os.path.isdir(target) or zipfile.is_zipfile(target))
+    is_container = not is_module and _is_container(target)
     if is_module:
-        run, first_path = functools.partial(_run_module, target), os.getcwd()
+        first_path = os.getcwd()
     elif is_container:
-        run, first_path = functools.partial(_run_module, "__main__", alter_argv=False), os.path.abspath(target)
+        first_path = os.path.abspath(target)
     elif os.path.isfile(target):
-        run, first_path = functools.partial(_run_file, target), os.path.dirname(os.path.realpath(target))
+        first_path = os.path.dirname(os.path.realpath(target))
     else:
         # Python's own words and status.
         print(f"{sys.executable}: can't open file {os.path.abspath(target)!r}: [Errno 2] No such file or directory",
@@ -101,10 +100,27 @@ def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
         sys.path.pop(0)
     if is_container or not is_safe_path:
         sys.path.insert(0, first_path)
+
+
+def _is_container(target: str) -> bool:
+    return os.path.isdir(target) or zipfile.is_zipfile(target)
+
+
+def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
+    """Runs a script (file, folder or zip with a `__main__.py`) or a module as `python` would, in a fresh `__main__`.
+
+    `set_first_path` comes before. Exits of the script pass through; an uncaught exception is reported through
+    sys.excepthook, without the frames of this package, and goes on silently so that the exit status is Python's own.
+    """
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        run()
+        if is_module:
+            _run_module(target)
+        elif _is_container(target):
+            _run_module("__main__", alter_argv=False)
+        else:
+            _run_file(target)
     except SystemExit:
         raise
     except BaseException as error:
