@@ -58,19 +58,24 @@ def main(argv: Sequence[str]) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no SCRIPT given")
-    set_first_path(command[0], options.is_module)  # first: an Apex may lie beside the script
-    make_legacy_environment(parser, options)
+    check_legacy_options(parser, options)
+    set_first_path(command[0], options.is_module)  # before apex is looked for: one may lie beside the script
+    make_legacy_environment(options)
     run_as_main(command[0], command[1:], options.is_module)
     return 0
 
 
-def make_legacy_environment(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Does what the options of `add_legacy_options` ask for, here and in child processes."""
+def check_legacy_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with a sentence where the options of `add_legacy_options` make no sense."""
     if options.trust and not options.legacy_torch:
         parser.error("--trust needs --legacy-torch")
     for path in options.trust:
         if not os.path.exists(path):
             parser.error(f"--trust {path}: there is no such file")
+
+
+def make_legacy_environment(options: argparse.Namespace) -> None:
+    """Does what the options of `add_legacy_options` ask for, here and in child processes."""
     if not legacy.install(force=options.force, children=True):
         print(f"apex-amp: `apex` is the installed {legacy.find_real_apex()}, not apex_amp; --force runs the script on "
               "apex_amp instead", file=sys.stderr)
