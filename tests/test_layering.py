@@ -17,7 +17,7 @@ FLOORS = [
     ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor"],
     ["amp.patching", "amp.master_weights", "amp.scaler", "optimizers", "multi_tensor_apply", "normalization"],
     ["amp.model_cast", "amp.gradients", "amp.cast_report"],
-    ["amp.overflow"],
+    ["amp.overflow", "amp.distributed"],
     ["amp.amp_optimizer"],
     ["amp.scale_context"],
     ["amp.frontend", "amp.autocast", "amp.grad_scaler"],
