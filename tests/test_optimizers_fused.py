@@ -217,7 +217,7 @@ class AmpStep:
     """What the engine hands a fused optimizer for one step: see apex_amp/amp/amp_optimizer.py."""
 
     def __init__(self, masters: list[Tensor], model_params: list[Tensor], inv_scale: Tensor | None = None) -> None:
-        self.model_params = dict(zip(map(id, masters), model_params))
+        self.model_param_of = lambda master: dict(zip(map(id, masters), model_params)).get(id(master))
         self.inv_scale = inv_scale
         self.written: list[Tensor] = []
 

@@ -392,8 +392,12 @@ def _check_parameters_are_not_torn(model: nn.Module, kept: set[nn.Module]) -> No
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """Iterates over the FP32 parameters that `optimizer` updates: the masters at O2 and O5, else the model's own.
 
-    Clip these: `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`.
+    Clip these: `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`. With a fused optimizer's
+    materialize_master_grads=False this is what gives the masters their gradients.
     """
+    stash = stash_of(optimizer)
+    if stash is not None:
+        stash.gradients.materialize_masters()
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -34,6 +34,7 @@ class MasterWeights:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
+        self._master_index: dict[int, int] = {}
         # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a parameter
         # in two optimizers is one pair.
         self._seen: list[list[int]] = []
@@ -52,7 +53,7 @@ class MasterWeights:
         return master
 
     def _append(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
-        self._index[id(parameter)] = len(self.model_params)
+        self._index[id(parameter)] = self._master_index[id(master)] = len(self.model_params)
         self.model_params.append(parameter)
         self.masters.append(master)
         # The parameter finds its master, and carries the master's FP32 gradient as its own.
@@ -89,6 +90,11 @@ class MasterWeights:
             self._quiet = versions(self.masters), versions(self.model_params)
 
     @torch.no_grad()
+    def push(self) -> None:
+        """Overwrites the model's values by the masters', whatever the counters say."""
+        self._push(range(len(self.masters)))
+
+    @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the model's values of `parameters` over into their masters."""
         self._pull(self._chosen(parameters))
@@ -99,6 +105,15 @@ class MasterWeights:
         for master in self.masters:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
         self._push(range(len(self.masters)))
+
+    def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
+        """The low-precision side of `master`'s pair; None for a tensor that is no master."""
+        index = self._master_index.get(id(master))
+        return None if index is None else self.model_params[index]
+
+    def note_written(self, masters: list[torch.Tensor]) -> None:
+        """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
+        self._note_versions([self._master_index[id(master)] for master in masters])
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""

@@ -47,6 +47,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             have a `.grad` only after `amp.master_params(optimizer)`, which unscales them.
     """
 
+    # amp's word for an optimizer that takes `_amp_step` (amp_optimizer.AmpStep) and writes the model's parameters.
+    _writes_model_params = True
     # torch.amp.GradScaler's word for an optimizer that takes found_inf and grad_scale as attributes.
     _step_supports_amp_scaling = True
     # Whether the rule is elementwise, so that each rank may step its shards of DTensors alone.
@@ -104,23 +106,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         amp_step = getattr(self, "_amp_step", None)
         grad_scale = getattr(self, "grad_scale", None)
         inv_scale = None if grad_scale is None else grad_scale.double().reciprocal().float()
+        model_inv_scale = None if amp_step is None else amp_step.inv_scale
         batches = [batch for index, group in enumerate(self.param_groups)
-                   for batch in self._gather_group(index, group, inv_scale, amp_step)]
+                   for batch in self._gather_group(index, group, inv_scale, amp_step, model_inv_scale)]
         for batch in batches:
             for owner in batch.owners:
                 if not self.state.get(owner):
                     self.state[owner] = self._new_state(owner, batch.group)
         return batches
 
-    def _gather_group(self, group_index: int, group: dict[str, Any], inv_scale: Tensor | None,
-                      amp_step: Any) -> list[Batch]:
+    def _gather_group(self, group_index: int, group: dict[str, Any], inv_scale: Tensor | None, amp_step: Any,
+                      model_inv_scale: Tensor | None) -> list[Batch]:
         batches: dict[tuple[torch.device, bool], Batch] = {}
         for index, param in enumerate(group["params"]):
             grad, model_param, scale = param.grad, None, inv_scale
             if amp_step is not None:
-                model_param = amp_step.model_params.get(id(param))
-                if model_param is not None and amp_step.inv_scale is not None:
-                    grad, scale = model_param.grad, amp_step.inv_scale
+                model_param = amp_step.model_param_of(param)
+                if model_param is not None and model_inv_scale is not None:
+                    grad, scale = model_param.grad, model_inv_scale
             if grad is None:
                 continue
             self._check(group_index, index, param, grad)
