@@ -522,3 +522,71 @@ def test_a_copy_goes_on_casting_when_its_original_is_gone():
     assert twin(torch.randn(2, 3)).dtype is torch.float16
     amp.shutdown()
     assert type(twin) is nn.Linear
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, batch: dict[str, Any], scale: torch.Tensor) -> dict[str, Any]:
+        values = self.net(batch["values"]) * scale
+        return {"pair": Pair(batch["ids"], values), "loss": values.float().square().mean()}
+
+
+def train_nested(forward: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        batch = {"ids": torch.arange(6), "values": torch.randn(6, 4, generator=generator)}
+        output = forward(batch, scale=torch.tensor(0.5))
+        assert output["pair"].ids.dtype is torch.int64 and batch["values"].dtype is torch.float32
+        optimizer.zero_grad()
+        with amp.scale_loss(output["loss"], optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def build_nested(level: str, compiled_before: bool = False) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Nested()
+    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled_before else model
+    if compiled_before:  # traced already, as the plain model
+        forward({"ids": torch.arange(6), "values": torch.randn(6, 4)}, scale=torch.tensor(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward, optimizer = amp.initialize(forward, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    return forward, model, optimizer
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_whole_it_trains_as_uncompiled(level, backend, fresh_dynamo):
+    expected = train_nested(*build_nested(level))
+    _, model, optimizer = build_nested(level)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for actual, value in zip(train_nested(compiled, model, optimizer), expected):
+        torch.testing.assert_close(actual, value, rtol=1e-2, atol=2e-3)
+    saved = copy.deepcopy(compiled.state_dict())
+    assert all(name.startswith("_orig_mod.net.") and value.dtype is torch.float32 for name, value in saved.items())
+    train_nested(compiled, model, optimizer)
+    compiled.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in compiled.state_dict().items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_compiled_already(level, fresh_dynamo):
+    expected = train_nested(*build_nested(level))
+    compiled, model, optimizer = build_nested(level, compiled_before=True)
+    assert type(compiled).__name__ == "OptimizedModule" and compiled._orig_mod is model
+    for actual, value in zip(train_nested(compiled, model, optimizer), expected):
+        torch.testing.assert_close(actual, value, rtol=1e-2, atol=2e-3)
+    amp.sync_masters(compiled)

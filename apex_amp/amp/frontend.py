@@ -226,7 +226,7 @@ def _as_list(name: str, given: Any, kind: type | None, wanted: str) -> list:
 
 
 def _options(opt_level: str, overrides: dict[str, Any]) -> Options:
-    if opt_level not in OPT_LEVELS:
+    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise RuntimeError(f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. Note "
                            "that in 'O0', 'O1' etc. the prefix O is the letter O, not the number zero.")
     patched = opt_level in ("O1", "O4")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
+from . import patching
 from ._state import process, refresh_cast_devices
 from .cast_state import cast_scope
 from .generated_class import base_of, generate_class
@@ -99,7 +100,9 @@ def _namespace(base: type) -> dict[str, Any]:
             cast.sync()
         if cast.input_type is not None:
             args, kwargs = cast_floating(args, cast.input_type), cast_floating(kwargs, cast.input_type)
-        with cast_scope(cast.cast_type, forward=True):
+        # Dynamo knows cast_scope only where something is patched, and is reset when something becomes so.
+        is_plain = torch.compiler.is_compiling() and not patching.is_installed()
+        with contextlib.nullcontext() if is_plain else cast_scope(cast.cast_type, forward=True):
             if cast.instance_forward is None:
                 output = base.forward(self, *args, **kwargs)
             else:
