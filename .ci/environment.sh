@@ -27,14 +27,14 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 
 make_environment() {
     local torch="torch==2.13.0" stamp
-    if has_nvidia_gpu; then torch="torch"; fi  # pyproject.toml bounds it: pip takes the newest supported
+    if has_nvidia_gpu; then torch="torch>=2.11,<2.15"; fi  # the newest that pyproject.toml allows
     stamp="$(python3 --version) $torch $PWD $(cat pyproject.toml)"
     if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ]; then return; fi
     echo "apex_amp: making the environment in .venv (once; some minutes) ..." >&2
     check_tools
     python3 -m venv --clear .venv
     # torch first: apex_amp is built against the torch that is there.
-    .venv/bin/python -m pip install --quiet "$torch,>=2.11,<2.15" setuptools wheel ninja numpy
+    .venv/bin/python -m pip install --quiet "$torch" setuptools wheel ninja numpy
     .venv/bin/python -m pip install --quiet --editable ".[test,benchmark]"
     echo "$stamp" > .venv/stamp
 }

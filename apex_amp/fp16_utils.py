@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from .amp._state import Setup
-from .amp.amp_optimizer import stash_of, wrap_optimizer
+from .amp.amp_optimizer import Stash, wrap_optimizer
 from .amp.frontend import OPT_LEVELS
+from .amp.master_weights import MasterWeights
 from .amp.scale_context import scale_loss
 from .amp.scaler import LossScaler as AmpLossScaler
 from .multi_tensor import multi_tensor_copy, multi_tensor_scale, update_scale_
@@ -102,8 +103,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         return model_params, [param.detach().clone().float().requires_grad_() for param in model_params]
     dtypes = {param.dtype for param in model_params}
     if len(dtypes) > 1:
-        raise TypeError(f"prep_param_lists: flat_master=True needs parameters of one dtype, got {sorted(map(str, dtypes))}; "
-                        "use flat_master=False")
+        raise TypeError("prep_param_lists: flat_master=True needs parameters of one dtype, "
+                        f"got {sorted(map(str, dtypes))}; use flat_master=False")
     flat = nn.Parameter(torch._utils._flatten_dense_tensors([param.detach() for param in model_params]).float())
     flat.grad = torch.zeros_like(flat)
     return model_params, [flat]
@@ -111,17 +112,17 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 
 def model_grads_to_master_grads(model_params: Sequence[Tensor], master_params: Sequence[Tensor],
                                 flat_master: bool = False) -> None:
-    """Copy the gradients of `model_params` to those of `master_params`; a master of a parameter without one gets None."""
+    """Copy the gradients of `model_params` to those of `master_params`; None where a parameter has none."""
     if flat_master:
         masters = torch._utils._unflatten_dense_tensors(master_params[0].grad, model_params)
-        multi_tensor_copy([param.grad for param in model_params], list(masters))
+        multi_tensor_copy([param.grad for param in model_params if param.grad is not None], list(masters))
         return
     for model_param, master in zip(model_params, master_params):
         if model_param.grad is None:
             master.grad = None
         elif master.grad is None:
             master.grad = torch.empty_like(master, requires_grad=False)
-    pairs = [(p.grad, m.grad) for p, m in zip(model_params, master_params) if p.grad is not None]
+    pairs = [(p.grad, m.grad) for p, m in zip(model_params, master_params) if p.grad is not None and m.grad is not None]
     multi_tensor_copy([source for source, _ in pairs], [target for _, target in pairs])
 
 
@@ -253,10 +254,13 @@ class FP16_Optimizer:
             self.loss_scaler: AmpLossScaler = _ConfigurableLossScaler(**(dynamic_loss_args or {}))
         else:
             self.loss_scaler = AmpLossScaler(static_loss_scale)
-        options = dataclasses.replace(OPT_LEVELS["O2"], loss_scale="dynamic" if dynamic_loss_scale else static_loss_scale)
+        loss_scale = "dynamic" if dynamic_loss_scale else static_loss_scale
+        options = dataclasses.replace(OPT_LEVELS["O2"], loss_scale=loss_scale)
         setup = Setup(options, [self.loss_scaler], verbosity=int(verbose))
         wrap_optimizer(init_optimizer, setup, fp32_values={})
         setup.optimizers.append(weakref.ref(init_optimizer))
+        self._stash: Stash = init_optimizer._amp_stash  # type: ignore[attr-defined]
+        self._masters = cast(MasterWeights, self._stash.masters)
 
     # --- a training step ----------------------------------------------------------------------------------------------
 
@@ -284,8 +288,7 @@ class FP16_Optimizer:
     @property
     def overflow(self) -> bool:
         """Whether the gradients of the current step, or after `step()` of that step, overflowed."""
-        stash = stash_of(self.optimizer)
-        return any(overflow.happened() for overflow in stash.overflows or stash.last_step)
+        return any(overflow.happened() for overflow in self._stash.overflows or self._stash.last_step)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:
         """Clip the masters' gradients by their joint norm; returns that norm, or -1 after an overflow."""
@@ -330,19 +333,15 @@ class FP16_Optimizer:
     def state(self) -> dict:
         return self.optimizer.state
 
-    @state.setter
-    def state(self, value: dict) -> None:
-        self.optimizer.state = value
-
     @property
-    def all_fp16_params(self) -> list[Tensor]:
+    def all_fp16_params(self) -> Sequence[Tensor]:
         """The model's parameters that have a master."""
-        return stash_of(self.optimizer).masters.model_params
+        return self._masters.model_params
 
     @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+    def all_fp32_from_fp16_params(self) -> Sequence[Tensor]:
         """Their masters, in the same order."""
-        return stash_of(self.optimizer).masters.masters
+        return self._masters.masters
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -370,8 +369,8 @@ class FP16_Optimizer:
         shapes = [[master.shape for master in group] for group in self._masters_by_group()]
         saved_shapes = [[master.shape for master in group] for group in saved_masters]
         if shapes != saved_shapes:
-            raise ValueError(f"FP16_Optimizer.load_state_dict: expected masters of shapes {shapes}, got {saved_shapes}; "
-                             "the checkpoint belongs to another model or to other param_groups")
+            raise ValueError(f"FP16_Optimizer.load_state_dict: expected masters of shapes {shapes}, "
+                             f"got {saved_shapes}; the checkpoint belongs to another model or to other param_groups")
         scaler = state_dict["loss_scaler"]
         if not isinstance(scaler, Mapping):  # Apex pickled the object itself
             scaler = {"loss_scale": vars(scaler)["_loss_scale"], "unskipped": vars(scaler)["_unskipped"]}
@@ -382,4 +381,4 @@ class FP16_Optimizer:
             for group, saved_group in zip(self._masters_by_group(), saved_masters):
                 for master, saved in zip(group, saved_group):
                     master.copy_(saved)
-        stash_of(self.optimizer).masters.sync()
+        self._masters.sync()

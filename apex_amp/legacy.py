@@ -39,7 +39,7 @@ _FACES = {
     "apex.contrib": "",
     "apex.contrib.optimizers": "apex_amp.optimizers",
     "apex.contrib.optimizers.fp16_optimizer": "apex_amp.fp16_utils",
-    "apex.contrib.optimizers.fused_adam": "apex_amp.optimizers",
+    "apex.contrib.optimizers.fused_adam": "apex_amp.legacy_optimizers",
     "apex.contrib.optimizers.fused_lamb": "apex_amp.optimizers",
     "apex.contrib.optimizers.fused_sgd": "apex_amp.optimizers",
     "apex.fp16_utils": "apex_amp.fp16_utils",
@@ -52,7 +52,7 @@ _FACES = {
     "apex.normalization.fused_layer_norm": "apex_amp.normalization",
     "apex.optimizers": "apex_amp.optimizers",
     "apex.optimizers.fp16_optimizer": "apex_amp.fp16_utils",
-    "apex.optimizers.fused_adam": "apex_amp.optimizers",
+    "apex.optimizers.fused_adam": "apex_amp.legacy_optimizers",
     "apex.optimizers.fused_lamb": "apex_amp.optimizers",
     "apex.optimizers.fused_novograd": "apex_amp.optimizers",
     "apex.optimizers.fused_sgd": "apex_amp.optimizers",
@@ -63,10 +63,10 @@ _FACES = {
     "apex.parallel.sync_batchnorm": "apex_amp.parallel",
 }
 
-# Names that a face has beyond its module's: Apex moved them, and scripts of every age are run.
+# Names that a face has beyond or instead of its module's: Apex changed them, and scripts of every age are run.
 _EXTRA_NAMES = {
-    "apex.optimizers": {"FP16_Optimizer": "apex_amp.fp16_utils"},
-    "apex.contrib.optimizers": {"FP16_Optimizer": "apex_amp.fp16_utils"},
+    "apex.optimizers": {"FP16_Optimizer": "apex_amp.fp16_utils", "FusedAdam": "apex_amp.legacy_optimizers"},
+    "apex.contrib.optimizers": {"FP16_Optimizer": "apex_amp.fp16_utils", "FusedAdam": "apex_amp.legacy_optimizers"},
 }
 
 # What lies outside the surface: what it was, what became of it in Apex, what to use.
@@ -180,8 +180,8 @@ class _FaceFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith("apex.") or not isinstance(sys.modules.get("apex"), Face):
             return None
         if name not in _FACES:
-            # Not ModuleNotFoundError: `from apex import name` would swallow it together with what it says.
-            raise ImportError(_no_such_name(name), name=name)
+            # Without name=: `from apex import x` swallows an error that has the name it looks for, and its words.
+            raise ModuleNotFoundError(_no_such_name(name))
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
@@ -193,9 +193,11 @@ class _FaceFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return operator.attrgetter(attribute)(target)
         face = Face(spec.name, target.__doc__)
         names = getattr(target, "__all__", None) or [n for n in vars(target) if not n.startswith("_")]
-        exported = [n for n in names if f"{spec.name}.{n}" not in _FACES]  # apex.parallel.LARC was a module
+        # apex.parallel.LARC was a module, whatever the target has under that name.
+        elsewhere = _EXTRA_NAMES.get(spec.name, {})
+        exported = [n for n in names if f"{spec.name}.{n}" not in _FACES and n not in elsewhere]
         # Copied, not only forwarded: scripts look into `amp.__dict__`.
-        face.__dict__.update({n: getattr(target, n) for n in exported}, __all__=exported, _target=target)
+        face.__dict__.update({n: getattr(target, n) for n in exported}, __all__=[*exported, *elsewhere], _target=target)
         return face
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -60,13 +60,17 @@ def disable() -> None:
 def _replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
     """`owner.name` is `make(original)` inside; put back unless someone else has replaced it since."""
     original = getattr(owner, name)
+    is_inherited = name not in vars(owner)
     replacement = functools.wraps(original)(make(original))
     setattr(owner, name, replacement)
     try:
         yield
     finally:
         if getattr(owner, name) is replacement:
-            setattr(owner, name, original)
+            if is_inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from torch.compiler import is_compiling
 
 from . import _C
 
-__all__ = ["multi_tensor_axpby", "multi_tensor_copy", "multi_tensor_l2norm", "multi_tensor_scale",
+__all__ = ["multi_tensor_axpby", "multi_tensor_check", "multi_tensor_copy", "multi_tensor_l2norm", "multi_tensor_scale",
            "multi_tensor_unscale_", "update_scale_"]
 
 _ops = torch.ops.apex_amp
@@ -58,6 +58,12 @@ def multi_tensor_axpby(x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[T
         if isinstance(a, Tensor) != isinstance(b, Tensor):
             a, b = _scalar_tensor(a, found_inf), _scalar_tensor(b, found_inf)
         _ops.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor)
+
+
+def multi_tensor_check(tensors: Sequence[Tensor], found_inf: Tensor, found_inf_per_tensor: Tensor | None = None) -> None:
+    """Only checks the tensors for inf and NaN."""
+    if is_compiling() or not _C.multi_tensor_check(tensors, found_inf, found_inf_per_tensor):
+        _ops.multi_tensor_check(tensors, found_inf, found_inf_per_tensor)
 
 
 def multi_tensor_copy(src: Sequence[Tensor], dst: Sequence[Tensor]) -> None:
@@ -157,6 +163,11 @@ def _torch_copy(src: list[Tensor], dst: list[Tensor]) -> None:
     torch._foreach_copy_(dst, src)
 
 
+def _torch_check(tensors: list[Tensor], found_inf: Tensor, found_inf_per_tensor: Tensor | None = None) -> None:
+    for _, index in _by_device(tensors):
+        _raise_flags([tensors[i] for i in index], index, found_inf, found_inf_per_tensor)
+
+
 def _torch_l2norm_per_tensor(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     norms = torch.zeros(len(tensors), dtype=torch.float64, device=tensors[0].device)
     for _, index in _by_device(tensors):
@@ -236,6 +247,8 @@ def _register_ops() -> torch.library.Library:
         _register(library, f"multi_tensor_axpby{overload}(Tensor[] x, Tensor[] y, Tensor(a!)[] out, {flags}, "
                   f"{scalar} a, {scalar} b, str check=\"x\", {per_tensor}) -> ()", _C.multi_tensor_axpby, _torch_axpby)
     _register(library, "multi_tensor_copy(Tensor[] src, Tensor(a!)[] dst) -> ()", _C.multi_tensor_copy, _torch_copy)
+    _register(library, f"multi_tensor_check(Tensor[] tensors, {flags}, {per_tensor}) -> ()", _C.multi_tensor_check,
+              _torch_check)
     _register(library, "multi_tensor_l2norm(Tensor[] tensors) -> Tensor", _l2norm, _torch_l2norm, _fake_l2norm)
     _register(library, "multi_tensor_l2norm_per_tensor(Tensor[] tensors) -> (Tensor, Tensor)", _l2norm_per_tensor,
               _torch_l2norm_per_tensor, _fake_l2norm_per_tensor)

@@ -24,19 +24,23 @@ __all__ = [
 
 def _layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
                 eps: float, dtype: torch.dtype) -> Tensor:
-    input, weight, bias = _to_widest(input, weight, bias)
-    return F.layer_norm(input, _as_shape(normalized_shape), weight, bias, eps).to(dtype)
+    widest = _widest(input, weight, bias)
+    return F.layer_norm(input.to(widest), _as_shape(normalized_shape), _cast(weight, widest), _cast(bias, widest),
+                        eps).to(dtype)
 
 
-def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float,
+def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None,
               dtype: torch.dtype) -> Tensor:
-    input, weight = _to_widest(input, weight)
-    return F.rms_norm(input, _as_shape(normalized_shape), weight, eps).to(dtype)
+    widest = _widest(input, weight)
+    return F.rms_norm(input.to(widest), _as_shape(normalized_shape), _cast(weight, widest), eps).to(dtype)
 
 
-def _to_widest(*tensors: Tensor | None) -> list[Tensor | None]:
-    widest = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])
-    return [None if t is None else t.to(widest) for t in tensors]
+def _widest(*tensors: Tensor | None) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor is not None])
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 def _as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:

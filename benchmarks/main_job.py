@@ -78,26 +78,25 @@ def _device(text: str) -> torch.device:
     return device
 
 
-def resident_bytes(field: str) -> int | None:
-    """A memory figure of this process (VmRSS: now; VmHWM: the highest); None where the system does not say."""
-    try:
-        found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had in RAM since /proc/self/clear_refs was written."""
+    return int(re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) * 1024
 
 
 def start_memory_watch(device: torch.device) -> Callable[[], int | None]:
-    """Returns what tells the peak of bytes from here on: allocated on a GPU; on a CPU, resident beyond those of now."""
+    """Returns what tells the peak of bytes from here on: allocated on a GPU; on a CPU, resident beyond those of now.
+
+    It tells None on a CPU whose system keeps no such figure (it is Linux's).
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return functools.partial(torch.cuda.max_memory_allocated, device)
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+        Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now
+        start = peak_resident_bytes()
     except OSError:
         return lambda: None
-    start = resident_bytes("VmHWM")
-    return lambda: None if start is None else resident_bytes("VmHWM") - start
+    return lambda: peak_resident_bytes() - start
 
 
 def run_row(connection: Connection, name: str, options: Options) -> None:
@@ -153,7 +152,7 @@ def run_all(names: list[str], options: Options, rows: list[Row], failures: list[
                 else:
                     error = message
             if len(row.results) < options.seeds:
-                failures.append(f"{name} failed with seed {len(row.results)}: {error or 'its process was killed'}")
+                failures.append(f"{name} failed with seed {len(row.results)}: {error or 'its process ended early'}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 from dataclasses import dataclass, field
@@ -69,16 +70,22 @@ def write_results(rows: list[Row], machine: dict[str, Any], options: dict[str, A
                "machine": machine,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
                             "apex_amp": __version__}}
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "results.json").write_text(json.dumps(results) + "\n")
     draw(rows, out / "picture.png")
     return f"{table(rows, machine, options['threads'])}\n{out / 'results.json'}  {out / 'picture.png'}"
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     columns = ("test_accuracy", "train_loss", "skipped_steps", "final_loss_scale", "loss_history", "loss_scale_history")
-    return {**{name: row.column(name) for name in columns}, "ms_per_iteration": row.ms_per_iteration,
+    return {**{name: _finite_or_none(row.column(name)) for name in columns}, "ms_per_iteration": row.ms_per_iteration,
             "peak_memory_bytes": row.peak_memory_bytes, "weight_bytes": row.results[0].weight_bytes,
             "master_bytes": row.results[0].master_bytes}
+
+
+def _finite_or_none(values: list) -> list:
+    """JSON has no NaN and no infinity, and a run at O3 may end in either."""
+    return [_finite_or_none(value) if isinstance(value, list) else value if math.isfinite(value) else None
+            for value in values]
 
 
 def table(rows: list[Row], machine: dict[str, Any], threads: int) -> str:

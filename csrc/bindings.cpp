@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <array>
-#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -132,6 +131,10 @@ struct Call {
     return object.is_none() ? at::Tensor() : vector(object, argument, dtype, numel);
   }
 
+  ScalarArgument optional_scalar(py::handle object, const char* argument, float otherwise) {
+    return object.is_none() ? ScalarArgument{otherwise, {}} : scalar(object, argument);
+  }
+
   ScalarArgument scalar(py::handle object, const char* argument) {
     if (THPVariable_Check(object.ptr())) return {0.0f, vector(object, argument, at::kFloat, 1)};
     const double value = PyFloat_AsDouble(object.ptr());
@@ -176,26 +179,49 @@ struct Group {
   }
 };
 
-// Lists that an op walks in step. The constructor checks them and leaves the call's `direct` behind; groups() may be
-// used only when that is true, and finish() comes after the executors.
+// Lists that an op walks in step. The constructor checks and groups them, one position after the other because
+// thousands of tensors outgrow the caches; groups() is complete only when the call is direct. finish() comes after
+// the executors.
 class TensorLists {
  public:
-  TensorLists(Call& call, std::initializer_list<ListArgument> arguments, bool doubles)
-      : call_(call), arguments_(arguments) {
+  TensorLists(Call& call, std::vector<ListArgument> arguments, bool doubles)
+      : call_(call), arguments_(std::move(arguments)) {
     for (const ListArgument& argument : arguments_) unpack_list(argument);
     for (int64_t i = 0; i < size(); ++i) {
-      for (size_t l = 0; l < lists_.size(); ++l) check_tensor(l, i, doubles);
+      for (size_t l = 0; l < lists_.size(); ++l) {
+        lists_[l][i] = &call_.tensor(PyTuple_GET_ITEM(held_[l].ptr(), i), arguments_[l].name, i);
+        check_tensor(l, i, doubles);
+      }
+      if (call_.direct && tensor(0, i).numel() != 0) add_to_group(i);
     }
   }
 
   int64_t size() const { return static_cast<int64_t>(lists_[0].size()); }
   const at::Tensor& tensor(size_t list, int64_t i) const { return *lists_[list][i]; }
+  std::array<DType, kMaxLists> dtypes(int64_t i) const {
+    std::array<DType, kMaxLists> dtypes{};
+    for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
+    return dtypes;
+  }
+  std::string dtype_names(int64_t i) const {
+    std::string names;
+    for (size_t l = 0; l < lists_.size(); ++l) {
+      names += text(l ? ", " : "", arguments_[l].name, " ", dtype_name(tensor(l, i).scalar_type()));
+    }
+    return names;
+  }
 
-  const std::vector<Group>& groups() {
+  const std::vector<Group>& groups() const { return groups_; }
+
+  // Copies again what can't be walked in place, once another op has written it.
+  void refresh() {
+    if (stand_ins_.empty()) return;
+    groups_.clear();
+    stand_ins_.clear();
+    written_stand_ins_.clear();
     for (int64_t i = 0; i < size(); ++i) {
       if (tensor(0, i).numel() != 0) add_to_group(i);
     }
-    return groups_;
   }
 
   // Writes stand-ins back and counts the writes in the tensors' versions.
@@ -217,14 +243,10 @@ class TensorLists {
     }
     // The tuple keeps the tensors alive while the GIL is released and other threads may change the list.
     held_.push_back(py::reinterpret_steal<py::object>(PySequence_Tuple(object)));
-    PyObject* tuple = held_.back().ptr();
-    const int64_t size = PyTuple_GET_SIZE(tuple);
-    std::vector<const at::Tensor*> tensors(size);
-    for (int64_t i = 0; i < size; ++i) tensors[i] = &call_.tensor(PyTuple_GET_ITEM(tuple, i), argument.name, i);
-    lists_.push_back(std::move(tensors));
+    lists_.emplace_back(PyTuple_GET_SIZE(held_.back().ptr()));
     if (lists_.back().size() != lists_[0].size()) {
       call_.fail<py::value_error>(argument.name, text(lists_[0].size(), " tensors like ", arguments_[0].name),
-                                  text(size));
+                                  text(lists_.back().size()));
     }
   }
 
@@ -233,8 +255,8 @@ class TensorLists {
     const at::Tensor& first = *lists_[0][i];
     const std::optional<DType> dtype = dtype_tag(tensor.scalar_type());
     if (!dtype || (*dtype == DType::kDouble && !doubles)) {
-      call_.fail<py::type_error>(name(l, i), doubles ? "float16, bfloat16, float32 or float64"
-                                                     : "float16, bfloat16 or float32", dtype_name(tensor.scalar_type()));
+      const char* expected = doubles ? "float16, bfloat16, float32 or float64" : "float16, bfloat16 or float32";
+      call_.fail<py::type_error>(name(l, i), expected, dtype_name(tensor.scalar_type()));
     }
     if (tensor.layout() != at::kStrided) {
       call_.fail<py::value_error>(name(l, i), "a dense tensor", text("layout ", tensor.layout()));
@@ -274,8 +296,7 @@ class TensorLists {
   }
 
   Group& group_for(int64_t i) {
-    std::array<DType, kMaxLists> dtypes{};
-    for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
+    const std::array<DType, kMaxLists> dtypes = this->dtypes(i);
     const at::Device device = tensor(0, i).device();
     const auto found = std::find_if(groups_.rbegin(), groups_.rend(), [&](const Group& group) {
       return group.device == device && group.dtypes == dtypes;
@@ -303,6 +324,7 @@ class TensorLists {
 
   // A contiguous copy, for positions whose tensors are strided or differ in layout.
   const at::Tensor& stand_in(size_t l, int64_t i) {
+    const at::NoGradGuard no_grad;
     at::Tensor dense = at::empty_like(tensor(l, i), at::MemoryFormat::Contiguous);
     dense.copy_(tensor(l, i));
     if (arguments_[l].written) written_stand_ins_.emplace_back(tensor(l, i), dense);
@@ -386,6 +408,22 @@ class Flags {
   std::vector<at::Tensor> stand_ins_;
 };
 
+// Refuses, before anything is written, dtypes that Element has no kernel for.
+template <class Element>
+void require_kernels(const Call& call, const TensorLists& lists) {
+  std::array<DType, kMaxLists> checked{};
+  for (int64_t i = 0; i < lists.size(); ++i) {
+    const std::array<DType, kMaxLists> dtypes = lists.dtypes(i);
+    if (i > 0 && dtypes == checked) continue;
+    checked = dtypes;
+    const auto exists = [](auto...) { return Status{}; };
+    if (dispatch_dtypes(dtypes.data(), typename ElementDTypes<Element>::type{}, exists).code == Status::kOk) continue;
+    call.fail<py::type_error>(text("dtypes at position ", i),
+                              "float32 state, and half-precision model_params of float32 params only",
+                              lists.dtype_names(i));
+  }
+}
+
 // Runs an elementwise op over checked lists; `args_on(device, keep)` makes its arguments for one device.
 template <class Element, class ArgsOn>
 void run_elementwise(const char* op, TensorLists& lists, const at::Tensor& found_inf, const at::Tensor& per_tensor,
@@ -465,6 +503,17 @@ bool multi_tensor_copy(py::handle src, py::handle dst) {
   return true;
 }
 
+bool multi_tensor_check(py::handle tensors, py::handle found_inf, py::handle found_inf_per_tensor) {
+  Call call{"multi_tensor_check"};
+  TensorLists lists(call, {{"tensors", tensors, false}}, /*doubles=*/false);
+  const at::Tensor found = call.vector(found_inf, "found_inf", at::kFloat, 1);
+  const at::Tensor flags =
+      call.optional_vector(found_inf_per_tensor, "found_inf_per_tensor", at::kFloat, lists.size());
+  if (!call.direct) return false;
+  run_elementwise<CheckElement>(call.op, lists, found, flags, [](at::Device, auto&) { return CheckElement::Args{}; });
+  return true;
+}
+
 // Sums of squares per tensor, in double on the first tensor's device.
 at::Tensor square_sums(const char* op, TensorLists& lists) {
   const at::Device device = lists.size() ? lists.tensor(0, 0).device() : at::Device(at::kCPU);
@@ -529,6 +578,251 @@ bool update_scale_(py::handle scale, py::handle growth_tracker, py::handle found
          APEX_AMP_ON_CUDA(update_scale_cuda(args, stream)));
   bump_version(scale_tensor);
   bump_version(tracker);
+  return true;
+}
+
+// ---- the optimizers' steps ---------------------------------------------------------------------------------------
+//
+// Every list of a step is on one device, and nothing is written before all arguments are known to be right.
+
+// The lists that an update rule walks, with the model's low-precision copies (None: there are none) last.
+std::vector<ListArgument> with_copies(std::vector<ListArgument> arguments, py::handle copies) {
+  if (!copies.is_none()) arguments.push_back({"model_params", copies, true});
+  return arguments;
+}
+
+// The arguments that all update rules take alike.
+struct StepArguments {
+  StepArguments(Call& call, const TensorLists& lists, py::handle found_inf, py::handle inv_scale, py::handle lr)
+      : device(lists.size() ? lists.tensor(0, 0).device() : at::Device(at::kCPU)),
+        found_inf_(call.optional_scalar(found_inf, "found_inf", 0.0f)),
+        inv_scale_(call.optional_scalar(inv_scale, "inv_scale", 1.0f)), lr_(call.scalar(lr, "lr")) {
+    for (int64_t i = 0; i < lists.size(); ++i) {
+      if (lists.tensor(0, i).device() == device) continue;
+      call.fail<py::value_error>(text("grads[", i, "]"), text("device ", device, " like grads[0]"),
+                                 text(lists.tensor(0, i).device()));
+    }
+  }
+
+  GradientArgs gradient() { return {found_inf_.on(device, keep), inv_scale_.on(device, keep)}; }
+  Scalar lr() { return lr_.on(device, keep); }
+
+  const at::Device device;
+  std::vector<at::Tensor> keep;
+
+ private:
+  const ScalarArgument found_inf_, inv_scale_, lr_;
+};
+
+// The step counts of the parameters: a float32 tensor of one element each, counted by a Count* element, or one number
+// for all that has been counted already.
+class StepCounts {
+ public:
+  StepCounts(Call& call, int64_t parameters, std::vector<ListArgument> lists) : call_(call) {
+    if (PyFloat_Check(lists[0].object.ptr()) || PyLong_Check(lists[0].object.ptr())) {
+      number_ = lists[0].object.cast<double>();
+      return;
+    }
+    lists_.emplace(call, std::move(lists), /*doubles=*/false);
+    if (lists_->size() != parameters) {
+      call.fail<py::value_error>("steps", text(parameters, " tensors like grads"), text(lists_->size()));
+    }
+    for (int64_t i = 0; i < parameters; ++i) {
+      if (lists_->tensor(0, i).numel() == 1) continue;
+      call.fail<py::value_error>(text("steps[", i, "]"), "one element", text("shape ", lists_->tensor(0, i).sizes()));
+    }
+  }
+
+  // args_for(factors) makes the arguments of Count, of_number(step) the factors of a number.
+  template <class Count, class ArgsFor, class OfNumber>
+  StepFactorsArgument count(at::Device device, ArgsFor args_for, OfNumber of_number) {
+    if (!lists_) return {of_number(number_), nullptr};
+    factors_ = at::empty({lists_->size(), 2}, at::TensorOptions().dtype(at::kFloat).device(device));
+    StepFactors* const factors = reinterpret_cast<StepFactors*>(factors_.mutable_data_ptr<float>());
+    run_elementwise<Count>(call_.op, *lists_, {}, {}, [&](at::Device, auto&) { return args_for(factors); });
+    return {{}, factors};
+  }
+
+  template <class Count>
+  void require_kernels() {
+    if (lists_) apex_amp::require_kernels<Count>(call_, *lists_);
+  }
+
+ private:
+  Call& call_;
+  double number_ = 0;
+  std::optional<TensorLists> lists_;
+  at::Tensor factors_;
+};
+
+template <template <bool> class Element>
+void require_update_kernels(const Call& call, const TensorLists& lists, bool copies) {
+  copies ? require_kernels<Element<true>>(call, lists) : require_kernels<Element<false>>(call, lists);
+}
+
+template <template <bool> class Element, class Args>
+void run_update(const Call& call, TensorLists& lists, bool copies, const Args& args) {
+  const auto same = [&](at::Device, auto&) { return args; };
+  copies ? run_elementwise<Element<true>>(call.op, lists, {}, {}, same)
+         : run_elementwise<Element<false>>(call.op, lists, {}, {}, same);
+}
+
+Average average(double beta, double rest) { return {static_cast<float>(beta), static_cast<float>(rest)}; }
+Average average(double beta) { return average(beta, 1.0 - beta); }
+
+bool multi_tensor_adam(py::handle grads, py::handle params, py::handle exp_avgs, py::handle exp_avg_sqs,
+                       py::handle steps, py::handle model_params, py::handle found_inf, py::handle inv_scale,
+                       py::handle lr, double beta1, double beta2, float eps, float weight_decay, bool adam_w_mode,
+                       bool bias_correction) {
+  Call call{"multi_tensor_adam"};
+  const bool copies = !model_params.is_none();
+  TensorLists lists(call, with_copies({{"grads", grads, false}, {"params", params, true},
+                                       {"exp_avgs", exp_avgs, true}, {"exp_avg_sqs", exp_avg_sqs, true}},
+                                      model_params), /*doubles=*/false);
+  StepCounts counts(call, lists.size(), {{"steps", steps, true}});
+  StepArguments step(call, lists, found_inf, inv_scale, lr);
+  if (!call.direct) return false;
+  counts.require_kernels<CountAdamElement>();
+  require_update_kernels<AdamElement>(call, lists, copies);
+  const GradientArgs gradient = step.gradient();
+  const StepFactorsArgument factors = counts.count<CountAdamElement>(
+      step.device,
+      [&](StepFactors* out) { return CountAdamElement::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
+      [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
+  run_update<AdamElement>(call, lists, copies, AdamArgs{gradient, step.lr(), average(beta1), average(beta2), eps,
+                                                        weight_decay, adam_w_mode, factors});
+  return true;
+}
+
+template <bool kCopy>
+using SgdWithMomentum = SgdElement<true, kCopy>;
+template <bool kCopy>
+using SgdWithoutMomentum = SgdElement<false, kCopy>;
+
+bool multi_tensor_sgd(py::handle grads, py::handle params, py::handle momentum_buffers, py::handle model_params,
+                      py::handle found_inf, py::handle inv_scale, py::handle lr, float momentum, double dampening,
+                      float weight_decay, bool nesterov, bool first_run, bool wd_after_momentum) {
+  Call call{"multi_tensor_sgd"};
+  const bool copies = !model_params.is_none();
+  std::vector<ListArgument> arguments{{"grads", grads, false}, {"params", params, true}};
+  if (momentum != 0.0f) arguments.push_back({"momentum_buffers", momentum_buffers, true});
+  TensorLists lists(call, with_copies(std::move(arguments), model_params), /*doubles=*/false);
+  StepArguments step(call, lists, found_inf, inv_scale, lr);
+  if (!call.direct) return false;
+  const SgdArgs args{step.gradient(), step.lr(), momentum, static_cast<float>(1.0 - dampening), weight_decay,
+                     nesterov, first_run, wd_after_momentum};
+  if (momentum != 0.0f) {
+    require_update_kernels<SgdWithMomentum>(call, lists, copies);
+    run_update<SgdWithMomentum>(call, lists, copies, args);
+  } else {
+    require_update_kernels<SgdWithoutMomentum>(call, lists, copies);
+    run_update<SgdWithoutMomentum>(call, lists, copies, args);
+  }
+  return true;
+}
+
+// LAMB's first stage: moves the moments; returns the sums of squares of parameters and updates, [2, tensors].
+at::Tensor move_lamb_moments(const Call& call, TensorLists& lists, const LambArgs& args, at::Device device) {
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kDouble).device(device);
+  at::Tensor sums = at::zeros({LambMomentsElement::kSums, lists.size()}, options);
+  for (const Group& group : lists.groups()) {
+    const TensorTable table = group.table();
+    const at::Tensor scratch = at::empty({LambMomentsElement::kSums * norm_scratch_size(table)}, options);
+    double* const scratch_data = scratch.mutable_data_ptr<double>();
+    double* const sums_data = sums.mutable_data_ptr<double>();
+    run_on(call.op, device,
+           [&] { return run_summing_cpu<LambMomentsElement>(table, args, scratch_data, sums_data, lists.size(),
+                                                            parallel_for); },
+           APEX_AMP_ON_CUDA(run_summing_cuda<LambMomentsElement>(table, args, scratch_data, sums_data, lists.size(),
+                                                                 stream)));
+  }
+  lists.finish();
+  return sums;
+}
+
+bool multi_tensor_lamb(py::handle grads, py::handle params, py::handle exp_avgs, py::handle exp_avg_sqs,
+                       py::handle steps, py::handle model_params, py::handle found_inf, py::handle inv_scale,
+                       py::handle lr, py::handle grad_norm, double beta1, double beta2, float eps,
+                       float weight_decay, bool adam_w_mode, bool bias_correction, bool grad_averaging,
+                       float max_grad_norm, bool use_nvlamb) {
+  Call call{"multi_tensor_lamb"};
+  const bool copies = !model_params.is_none();
+  TensorLists moments(call, {{"grads", grads, false}, {"params", params, false}, {"exp_avgs", exp_avgs, true},
+                             {"exp_avg_sqs", exp_avg_sqs, true}}, /*doubles=*/false);
+  TensorLists parameters(call, with_copies({{"params", params, true}, {"exp_avgs", exp_avgs, false},
+                                            {"exp_avg_sqs", exp_avg_sqs, false}}, model_params), /*doubles=*/false);
+  StepCounts counts(call, moments.size(), {{"steps", steps, true}});
+  StepArguments step(call, moments, found_inf, inv_scale, lr);
+  const ScalarArgument norm = call.scalar(grad_norm, "grad_norm");
+  if (!call.direct) return false;
+  const at::NoGradGuard no_grad;
+  counts.require_kernels<CountAdamElement>();
+  require_kernels<LambMomentsElement>(call, moments);
+  require_update_kernels<LambParameterElement>(call, parameters, copies);
+  const GradientArgs gradient = step.gradient();
+  const StepFactorsArgument factors = counts.count<CountAdamElement>(
+      step.device,
+      [&](StepFactors* out) { return CountAdamElement::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
+      [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
+  LambArgs args{gradient, step.lr(), norm.on(step.device, step.keep),
+                average(beta1, grad_averaging ? 1.0 - beta1 : 1.0), average(beta2), eps, weight_decay, max_grad_norm,
+                adam_w_mode, use_nvlamb || weight_decay != 0.0f, factors, nullptr, nullptr};
+  const at::Tensor sums = move_lamb_moments(call, moments, args, step.device);
+  args.parameter_squares = sums.const_data_ptr<double>();
+  args.update_squares = args.parameter_squares + moments.size();
+  parameters.refresh();
+  run_update<LambParameterElement>(call, parameters, copies, args);
+  return true;
+}
+
+bool multi_tensor_novograd(py::handle grads, py::handle params, py::handle exp_avgs, py::handle averaged_norms,
+                           py::handle steps, py::handle model_params, py::handle found_inf, py::handle inv_scale,
+                           py::handle lr, py::handle grad_norms, double beta1, double beta2, float eps,
+                           float weight_decay, bool bias_correction, bool grad_averaging, bool reg_inside_moment,
+                           bool l2_norm, bool init_zero) {
+  Call call{"multi_tensor_novograd"};
+  const bool copies = !model_params.is_none();
+  TensorLists lists(call, with_copies({{"grads", grads, false}, {"params", params, true},
+                                       {"exp_avgs", exp_avgs, true}}, model_params), /*doubles=*/false);
+  StepCounts counts(call, lists.size(), {{"steps", steps, true}, {"averaged_norms", averaged_norms, true}});
+  StepArguments step(call, lists, found_inf, inv_scale, lr);
+  const at::Tensor norms = call.vector(grad_norms, "grad_norms", at::kFloat, lists.size());
+  if (!call.direct) return false;
+  counts.require_kernels<CountNovoGradElement>();
+  require_update_kernels<NovoGradElement>(call, lists, copies);
+  const GradientArgs gradient = step.gradient();
+  const at::Tensor norms_here = norms.to(step.device);
+  const StepFactorsArgument factors = counts.count<CountNovoGradElement>(
+      step.device,
+      [&](StepFactors* out) {
+        return CountNovoGradElement::Args{gradient, norms_here.const_data_ptr<float>(), beta1, beta2, eps,
+                                          bias_correction, init_zero, l2_norm, out};
+      },
+      [&](double) -> StepFactors { call.fail<py::type_error>("steps", "a list of tensors", "a number"); });
+  run_update<NovoGradElement>(call, lists, copies,
+                              NovoGradArgs{gradient, step.lr(), average(beta1, grad_averaging ? 1.0 - beta1 : 1.0),
+                                           weight_decay, reg_inside_moment, factors});
+  return true;
+}
+
+bool multi_tensor_adagrad(py::handle grads, py::handle params, py::handle sums, py::handle steps,
+                          py::handle model_params, py::handle found_inf, py::handle inv_scale, py::handle lr,
+                          double lr_decay, float eps, float weight_decay, bool adagrad_w_mode) {
+  Call call{"multi_tensor_adagrad"};
+  const bool copies = !model_params.is_none();
+  TensorLists lists(call, with_copies({{"grads", grads, false}, {"params", params, true}, {"sums", sums, true}},
+                                      model_params), /*doubles=*/false);
+  StepCounts counts(call, lists.size(), {{"steps", steps, true}});
+  StepArguments step(call, lists, found_inf, inv_scale, lr);
+  if (!call.direct) return false;
+  counts.require_kernels<CountAdagradElement>();
+  require_update_kernels<AdagradElement>(call, lists, copies);
+  const GradientArgs gradient = step.gradient();
+  const StepFactorsArgument factors = counts.count<CountAdagradElement>(
+      step.device, [&](StepFactors* out) { return CountAdagradElement::Args{gradient.found_inf, lr_decay, out}; },
+      [&](double number) { return StepFactors{static_cast<float>(1.0 + (number - 1.0) * lr_decay), 1.0f}; });
+  run_update<AdagradElement>(call, lists, copies,
+                             AdagradArgs{gradient, step.lr(), eps, weight_decay, adagrad_w_mode, factors});
   return true;
 }
 
@@ -605,7 +899,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("a"), py::arg("b"), py::arg("check") = "x", py::arg("found_inf_per_tensor") = py::none());
   m.def("multi_tensor_copy", &multi_tensor_copy);
   m.def("multi_tensor_l2norm", &multi_tensor_l2norm);
+  m.def("multi_tensor_check", &multi_tensor_check);
   m.def("update_scale_", &update_scale_);
+  m.def("multi_tensor_adam", &multi_tensor_adam);
+  m.def("multi_tensor_sgd", &multi_tensor_sgd);
+  m.def("multi_tensor_lamb", &multi_tensor_lamb);
+  m.def("multi_tensor_novograd", &multi_tensor_novograd);
+  m.def("multi_tensor_adagrad", &multi_tensor_adagrad);
   m.def("versions", &versions);
   m.def("get_grads", &get_grads);
   m.def("set_grads", &set_grads, py::arg("tensors"), py::arg("grads") = py::none());

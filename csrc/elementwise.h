@@ -102,6 +102,20 @@ struct CopyElement {
   }
 };
 
+// Only checks src.
+struct CheckElement {
+  struct Args {};
+  static constexpr int kLists = 1;
+  static constexpr unsigned kReads = 0b1, kWrites = 0;
+
+  APEX_AMP_HD CheckElement(const Args&, int64_t) {}
+  APEX_AMP_HD bool skip() const { return false; }
+  template <class R>
+  APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
+    return nonfinite(r[0]);
+  }
+};
+
 // One term of a sum of squares. Exact for half, bfloat16 and float inputs; a float's square can't overflow a double.
 template <class T>
 APEX_AMP_HD double square(T x) {

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "elementwise.h"
+#include "optimizer_elements.h"
 
 namespace apex_amp {
 
@@ -63,6 +64,65 @@ template <>
 struct ElementDTypes<CopyElement> {
   using type = ListTypes<FloatTypes, FloatTypes>;
 };
+
+template <>
+struct ElementDTypes<CheckElement> {
+  using type = ListTypes<FloatTypes>;
+};
+
+// Optimizers keep FP32 state, of low-precision parameters too; only an FP32 parameter has a low-precision copy.
+using Float = DTypeSet<DType::kFloat>;
+using HalfTypes = DTypeSet<DType::kHalf, DType::kBFloat16>;
+
+template <bool kCopy, class... State>
+struct UpdateDTypes {
+  using type = ListTypes<FloatTypes, FloatTypes, State...>;
+};
+template <class... State>
+struct UpdateDTypes<true, State...> {
+  using type = ListTypes<FloatTypes, Float, State..., HalfTypes>;
+};
+template <>
+struct ElementDTypes<CountAdamElement> {
+  using type = ListTypes<Float>;
+};
+template <>
+struct ElementDTypes<CountNovoGradElement> {
+  using type = ListTypes<Float, Float>;
+};
+template <>
+struct ElementDTypes<CountAdagradElement> {
+  using type = ListTypes<Float>;
+};
+template <bool kCopy>
+struct ElementDTypes<AdamElement<kCopy>> : UpdateDTypes<kCopy, Float, Float> {};
+template <bool kCopy>
+struct ElementDTypes<SgdElement<false, kCopy>> : UpdateDTypes<kCopy> {};
+template <bool kCopy>
+struct ElementDTypes<SgdElement<true, kCopy>> : UpdateDTypes<kCopy, Float> {};
+template <bool kCopy>
+struct ElementDTypes<NovoGradElement<kCopy>> : UpdateDTypes<kCopy, Float> {};
+template <bool kCopy>
+struct ElementDTypes<AdagradElement<kCopy>> : UpdateDTypes<kCopy, Float> {};
+template <>
+struct ElementDTypes<LambMomentsElement> : UpdateDTypes<false, Float, Float> {};
+template <>
+struct ElementDTypes<LambParameterElement<false>> {
+  using type = ListTypes<FloatTypes, Float, Float>;
+};
+template <>
+struct ElementDTypes<LambParameterElement<true>> {
+  using type = ListTypes<Float, Float, Float, HalfTypes>;
+};
+
+// Every element that the executors are instantiated for.
+#define APEX_AMP_FOR_EACH_ELEMENT(DO)                                                                        \
+  DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement)                                         \
+  DO(CountAdamElement) DO(AdamElement<false>) DO(AdamElement<true>)                                          \
+  DO(SgdElement<false, false>) DO(SgdElement<false, true>) DO(SgdElement<true, false>)                       \
+  DO(SgdElement<true, true>) DO(LambParameterElement<false>) DO(LambParameterElement<true>)                  \
+  DO(CountNovoGradElement) DO(NovoGradElement<false>) DO(NovoGradElement<true>)                              \
+  DO(CountAdagradElement) DO(AdagradElement<false>) DO(AdagradElement<true>)
 
 template <DType D>
 using DTypeTag = std::integral_constant<DType, D>;
@@ -120,6 +180,13 @@ Status run_elementwise_cpu(const TensorTable& table, const typename Element::Arg
 // sums[table.index[t]] = sum of squares of tensor t (0 for an empty one). One list of any dtype.
 Status square_sums_cpu(const TensorTable& table, double* scratch, double* sums, ParallelFor parallel_for);
 
+// An element with kSums: it is called with a second argument, R (&terms)[kSums], and the squares of its terms are
+// summed as above: sums[s * stride + table.index[t]]. `scratch`: kSums * norm_scratch_size(table). Skipped, it leaves
+// the sums alone.
+template <class Element>
+Status run_summing_cpu(const TensorTable& table, const typename Element::Args& args, double* scratch, double* sums,
+                       int64_t stride, ParallelFor parallel_for);
+
 // *total = sqrt(sums[0] + ... + sums[tensors - 1]); per_tensor[t] = sqrt(sums[t]) unless null.
 Status finish_norms_cpu(const double* sums, int64_t tensors, float* total, float* per_tensor);
 
@@ -137,6 +204,9 @@ const char* cpu_isa();
 template <class Element>
 Status run_elementwise_cuda(const TensorTable& table, const typename Element::Args& args, FoundInf found_inf,
                             void* stream);
+template <class Element>
+Status run_summing_cuda(const TensorTable& table, const typename Element::Args& args, double* scratch, double* sums,
+                        int64_t stride, void* stream);
 Status square_sums_cuda(const TensorTable& table, double* scratch, double* sums, void* stream);
 Status finish_norms_cuda(const double* sums, int64_t tensors, float* total, float* per_tensor, void* stream);
 Status update_scale_cuda(const UpdateScaleArgs& args, void* stream);

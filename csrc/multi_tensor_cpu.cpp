@@ -1,7 +1,7 @@
 // CPU executor: one pass over all tensors, split over threads by total elements. No torch headers.
 //
-// On x86-64 with AVX2, FMA and F16C, blocks of elements are converted with intrinsics and the element runs in a loop the
-// compiler vectorizes; heads, tails, float64 and other machines take the scalar twin, which gives the same bits.
+// On x86-64 with AVX2, FMA and F16C, blocks of elements are converted with intrinsics and the element runs in a loop
+// the compiler vectorizes; heads, tails, float64 and other machines take the scalar twin, which gives the same bits.
 #include "multi_tensor.h"
 
 #include <algorithm>
@@ -305,9 +305,10 @@ struct ElementwiseJob {
   const FoundInf found_inf;
   std::atomic<bool> found{false};
 
+  // Whether a list that is only written is the memory of one that is read.
   bool in_place(int64_t t) const {
     for (int w = 0; w < lists; ++w) {
-      for (int r = 0; r < lists && in(writes, w); ++r) {
+      for (int r = 0; r < lists && in(writes & ~reads, w); ++r) {
         if (in(reads, r) && table.data[r][t] == table.data[w][t]) return true;
       }
     }
@@ -363,9 +364,9 @@ Status run_elementwise_cpu(const TensorTable& table, const typename Element::Arg
   });
 }
 
-template Status run_elementwise_cpu<ScaleElement>(const TensorTable&, const ScaleElement::Args&, FoundInf, ParallelFor);
-template Status run_elementwise_cpu<AxpbyElement>(const TensorTable&, const AxpbyElement::Args&, FoundInf, ParallelFor);
-template Status run_elementwise_cpu<CopyElement>(const TensorTable&, const CopyElement::Args&, FoundInf, ParallelFor);
+#define APEX_AMP_INSTANTIATE(...) \
+  template Status run_elementwise_cpu<__VA_ARGS__>(const TensorTable&, const __VA_ARGS__::Args&, FoundInf, ParallelFor);
+APEX_AMP_FOR_EACH_ELEMENT(APEX_AMP_INSTANTIATE)
 
 // ---- sums of squares ---------------------------------------------------------------------------------------------
 
@@ -376,15 +377,19 @@ constexpr int kLanes = 16;
 
 using ChunkSum = double (*)(const void* data, int64_t n);
 
+double add_lanes(double (&lanes)[kLanes]) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
+  }
+  return lanes[0];
+}
+
 template <class T>
 double finish_lanes(double (&lanes)[kLanes], const T* p, int64_t i, int64_t n) {
   for (; i < n; ++i) {
     lanes[i % kLanes] += square(load<std::conditional_t<std::is_same_v<T, double>, double, float>>(p[i]));
   }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
-  }
-  return lanes[0];
+  return add_lanes(lanes);
 }
 
 template <class T>
@@ -394,22 +399,25 @@ double chunk_sum_scalar(const void* data, int64_t n) {
 }
 
 #ifdef APEX_AMP_AVX2
-// Intrinsics, because the compiler turns square() over an array of lanes into shuffles. A float's square is exact in
-// double, so the fused multiply-add has the bits of the scalar twin.
+// Adds the squares of p[0 .. kLanes - 1], a lane each. Intrinsics, because the compiler turns square() over an array of
+// lanes into shuffles. A float's square is exact in double, so the fused multiply-add has the bits of the scalar twin.
+template <class T>
+APEX_AMP_AVX2_INLINE void add_squares(const T* p, __m256d (&sums)[kLanes / 4]) {
+  for (int k = 0; k < kLanes; k += 8) {
+    const __m256 x = load8(p + k);
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    sums[k / 4] = _mm256_fmadd_pd(low, low, sums[k / 4]);
+    sums[k / 4 + 1] = _mm256_fmadd_pd(high, high, sums[k / 4 + 1]);
+  }
+}
+
 template <class T>
 APEX_AMP_AVX2 double chunk_sum_avx2(const void* data, int64_t n) {
   const T* p = static_cast<const T*>(data);
   __m256d sums[kLanes / 4] = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int k = 0; k < kLanes; k += 8) {
-      const __m256 x = load8(p + i + k);
-      const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-      const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-      sums[k / 4] = _mm256_fmadd_pd(low, low, sums[k / 4]);
-      sums[k / 4 + 1] = _mm256_fmadd_pd(high, high, sums[k / 4 + 1]);
-    }
-  }
+  for (; i + kLanes <= n; i += kLanes) add_squares(p + i, sums);
   double lanes[kLanes];
   for (int k = 0; k < kLanes / 4; ++k) _mm256_storeu_pd(lanes + 4 * k, sums[k]);
   return finish_lanes(lanes, p, i, n);
@@ -426,6 +434,19 @@ ChunkSum choose_chunk_sum() {
   return chunk_sum_scalar<Storage<D>>;
 }
 
+// Calls body(tensor, chunk, its first element, its elements) for the chunks whose first element lies in [begin, end).
+template <class Body>
+void for_each_chunk(const std::vector<int64_t>& starts, int64_t begin, int64_t end, Body body) {
+  const int64_t tensors = static_cast<int64_t>(starts.size()) - 1;
+  for (int64_t t = tensor_at(starts, begin); t < tensors && starts[t] < end; ++t) {
+    const int64_t n = starts[t + 1] - starts[t];
+    int64_t chunk = (std::max(begin - starts[t], int64_t{0}) + kNormChunk - 1) / kNormChunk;
+    for (int64_t first = chunk * kNormChunk; first < std::min(n, end - starts[t]); first += kNormChunk) {
+      body(t, chunk++, first, std::min(kNormChunk, n - first));
+    }
+  }
+}
+
 struct SquareSumJob {
   const TensorTable& table;
   const std::vector<int64_t> starts;        // elements before each tensor
@@ -433,19 +454,13 @@ struct SquareSumJob {
   const ChunkSum chunk_sum;
   double* const scratch;
 
-  // The chunks whose first element lies in [begin, end).
   static void run_range(void* context, int64_t begin, int64_t end) {
     const SquareSumJob& job = *static_cast<const SquareSumJob*>(context);
     const int64_t size = element_size(job.table.dtype[0]);
-    for (int64_t t = tensor_at(job.starts, begin); t < job.table.tensors && job.starts[t] < end; ++t) {
-      const int64_t n = job.table.sizes[t];
+    for_each_chunk(job.starts, begin, end, [&](int64_t t, int64_t chunk, int64_t first, int64_t n) {
       const char* data = static_cast<const char*>(job.table.data[0][t]);
-      int64_t chunk = (std::max(begin - job.starts[t], int64_t{0}) + kNormChunk - 1) / kNormChunk;
-      for (int64_t first = chunk * kNormChunk; first < std::min(n, end - job.starts[t]); first += kNormChunk) {
-        job.scratch[job.chunk_starts[t] + chunk++] =
-            job.chunk_sum(data + first * size, std::min(kNormChunk, n - first));
-      }
-    }
+      job.scratch[job.chunk_starts[t] + chunk] = job.chunk_sum(data + first * size, n);
+    });
   }
 };
 
@@ -457,20 +472,154 @@ std::vector<int64_t> norm_chunk_starts(const TensorTable& table) {
   return starts;
 }
 
+// sums[table.index[t]] = the sum of tensor t's chunks.
+void add_chunks(const TensorTable& table, const std::vector<int64_t>& chunk_starts, const double* scratch,
+                double* sums) {
+  for (int64_t t = 0; t < table.tensors; ++t) {
+    double sum = 0;
+    for (int64_t c = chunk_starts[t]; c < chunk_starts[t + 1]; ++c) sum += scratch[c];
+    sums[table.index[t]] = sum;
+  }
+}
+
 }  // namespace
 
 Status square_sums_cpu(const TensorTable& table, double* scratch, double* sums, ParallelFor parallel_for) {
   return dispatch_dtypes(table.dtype, ListTypes<FloatAndDoubleTypes>{}, [&](auto tag) {
     SquareSumJob job{table, element_starts(table), norm_chunk_starts(table), choose_chunk_sum<tag.value>(), scratch};
     parallel_for(0, job.starts.back(), kGrainSize, SquareSumJob::run_range, &job);
-    for (int64_t t = 0; t < table.tensors; ++t) {
-      double sum = 0;
-      for (int64_t c = job.chunk_starts[t]; c < job.chunk_starts[t + 1]; ++c) sum += scratch[c];
-      sums[table.index[t]] = sum;
+    add_chunks(table, job.chunk_starts, scratch, sums);
+    return Status{};
+  });
+}
+
+// ---- elements that sum ---------------------------------------------------------------------------------------------
+
+namespace {
+
+// Runs an element over a chunk of n elements and leaves the sums of its terms' squares in sums[0], sums[stride], ...
+// False: it was skipped.
+using SummingSpan = bool (*)(const void* args, int64_t index, void* const* pointers, int64_t n, double* sums,
+                             int64_t stride);
+
+template <class Element, class... T, size_t... I>
+APEX_AMP_HD void sum_one(const Element& element, void* const* pointers, int64_t i,
+                         double (&lanes)[Element::kSums][kLanes], std::index_sequence<I...>) {
+  float r[Element::kLists], terms[Element::kSums];
+  ((in(Element::kReads, I) ? void(r[I] = load<float>(static_cast<const T*>(pointers[I])[i])) : void()), ...);
+  element(r, terms);
+  ((in(Element::kWrites, I) ? store(static_cast<T*>(pointers[I]) + i, r[I]) : void()), ...);
+  for (int s = 0; s < Element::kSums; ++s) lanes[s][i % kLanes] += square(terms[s]);
+}
+
+template <class Element>
+void finish_sums(double (&lanes)[Element::kSums][kLanes], double* sums, int64_t stride) {
+  for (int s = 0; s < Element::kSums; ++s) sums[s * stride] = add_lanes(lanes[s]);
+}
+
+template <class Element, class... T>
+bool summing_scalar(const void* args, int64_t index, void* const* pointers, int64_t n, double* sums, int64_t stride) {
+  const Element element(*static_cast<const typename Element::Args*>(args), index);
+  if (element.skip()) return false;
+  double lanes[Element::kSums][kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    sum_one<Element, T...>(element, pointers, i, lanes, std::index_sequence_for<T...>{});
+  }
+  finish_sums<Element>(lanes, sums, stride);
+  return true;
+}
+
+#ifdef APEX_AMP_AVX2
+template <class Element, class... T, size_t... I>
+APEX_AMP_AVX2_INLINE int64_t sum_blocks(const Element& element, void* const* pointers, int64_t n,
+                                        double (&lanes)[Element::kSums][kLanes], std::index_sequence<I...>) {
+  constexpr int kLists = Element::kLists, kSums = Element::kSums;
+  alignas(32) float registers[kLists][kBlock], terms[kSums][kBlock];
+  __m256d squares[kSums][kLanes / 4] = {};
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    (load_block<in(Element::kReads, I)>(registers[I], static_cast<const T*>(pointers[I]) + i), ...);
+    for (int k = 0; k < kBlock; ++k) {
+      float r[kLists] = {(in(Element::kReads, I) ? registers[I][k] : 0.0f)...};
+      float t[kSums];
+      element(r, t);
+      ((in(Element::kWrites, I) ? void(registers[I][k] = r[I]) : void()), ...);
+      for (int s = 0; s < kSums; ++s) terms[s][k] = t[s];
+    }
+    (store_block<in(Element::kWrites, I), false>(static_cast<T*>(pointers[I]) + i, registers[I]), ...);
+    for (int s = 0; s < kSums; ++s) {
+      for (int k = 0; k < kBlock; k += kLanes) add_squares(terms[s] + k, squares[s]);
+    }
+  }
+  for (int s = 0; s < kSums; ++s) {
+    for (int k = 0; k < kLanes / 4; ++k) _mm256_storeu_pd(lanes[s] + 4 * k, squares[s][k]);
+  }
+  return i;
+}
+
+template <class Element, class... T>
+APEX_AMP_AVX2 bool summing_avx2(const void* args, int64_t index, void* const* pointers, int64_t n, double* sums,
+                                int64_t stride) {
+  const Element element(*static_cast<const typename Element::Args*>(args), index);
+  if (element.skip()) return false;
+  constexpr std::index_sequence_for<T...> lists;
+  double lanes[Element::kSums][kLanes];
+  for (int64_t i = sum_blocks<Element, T...>(element, pointers, n, lanes, lists); i < n; ++i) {
+    sum_one<Element, T...>(element, pointers, i, lanes, lists);
+  }
+  finish_sums<Element>(lanes, sums, stride);
+  return true;
+}
+#endif
+
+template <class Element, DType... D>
+SummingSpan choose_summing_span() {
+#ifdef APEX_AMP_AVX2
+  if (has_avx2()) return summing_avx2<Element, Storage<D>...>;
+#endif
+  return summing_scalar<Element, Storage<D>...>;
+}
+
+struct SummingJob {
+  const TensorTable& table;
+  const std::vector<int64_t> starts, chunk_starts;  // elements and chunks before each tensor
+  const SummingSpan span;
+  const void* args;
+  const int lists;
+  double* const scratch;
+  std::atomic<bool> skipped{false};
+
+  static void run_range(void* context, int64_t begin, int64_t end) {
+    SummingJob& job = *static_cast<SummingJob*>(context);
+    for_each_chunk(job.starts, begin, end, [&](int64_t t, int64_t chunk, int64_t first, int64_t n) {
+      void* pointers[kMaxLists];
+      for (int l = 0; l < job.lists; ++l) {
+        pointers[l] = static_cast<char*>(job.table.data[l][t]) + first * element_size(job.table.dtype[l]);
+      }
+      double* const sums = job.scratch + job.chunk_starts[t] + chunk;
+      if (!job.span(job.args, job.table.index[t], pointers, n, sums, job.chunk_starts.back())) job.skipped = true;
+    });
+  }
+};
+
+}  // namespace
+
+template <class Element>
+Status run_summing_cpu(const TensorTable& table, const typename Element::Args& args, double* scratch, double* sums,
+                       int64_t stride, ParallelFor parallel_for) {
+  return dispatch_dtypes(table.dtype, typename ElementDTypes<Element>::type{}, [&](auto... tags) {
+    SummingJob job{table, element_starts(table), norm_chunk_starts(table),
+                   choose_summing_span<Element, decltype(tags)::value...>(), &args, Element::kLists, scratch};
+    parallel_for(0, job.starts.back(), kGrainSize, SummingJob::run_range, &job);
+    for (int s = 0; s < Element::kSums && !job.skipped; ++s) {
+      add_chunks(table, job.chunk_starts, scratch + s * job.chunk_starts.back(), sums + s * stride);
     }
     return Status{};
   });
 }
+
+template Status run_summing_cpu<LambMomentsElement>(const TensorTable&, const LambMomentsElement::Args&, double*,
+                                                    double*, int64_t, ParallelFor);
 
 Status finish_norms_cpu(const double* sums, int64_t tensors, float* total, float* per_tensor) {
   double sum = 0;

@@ -63,7 +63,8 @@ unsigned bfloat16_lists(const TensorTable& tensors, int lists) {
 }
 
 template <class R>
-__device__ __forceinline__ void widen(const uint16_t (&from)[kThreadElements], bool bfloat16, R (&r)[kThreadElements]) {
+__device__ __forceinline__ void widen(const uint16_t (&from)[kThreadElements], bool bfloat16,
+                                      R (&r)[kThreadElements]) {
   if (bfloat16) {
 #pragma unroll
     for (int e = 0; e < kThreadElements; ++e) r[e] = __bfloat162float(__ushort_as_bfloat16(from[e]));
@@ -80,10 +81,12 @@ __device__ __forceinline__ void widen(const T (&from)[kThreadElements], bool, R 
 
 // Rounds to nearest even; doubles go to the half types through float, as in torch and on the CPU.
 template <class R>
-__device__ __forceinline__ void narrow(const R (&r)[kThreadElements], bool bfloat16, uint16_t (&to)[kThreadElements]) {
+__device__ __forceinline__ void narrow(const R (&r)[kThreadElements], bool bfloat16,
+                                       uint16_t (&to)[kThreadElements]) {
   if (bfloat16) {
 #pragma unroll
-    for (int e = 0; e < kThreadElements; ++e) to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
+    for (int e = 0; e < kThreadElements; ++e)
+      to[e] = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(r[e])));
   } else {
 #pragma unroll
     for (int e = 0; e < kThreadElements; ++e) to[e] = __half_as_ushort(__float2half_rn(static_cast<float>(r[e])));
@@ -203,6 +206,12 @@ __device__ __forceinline__ void store(const T (&elements)[kThreadElements], int 
   }
 }
 
+// Whether a thread's element number `e` lies in the data, which zeros follow.
+template <int kVector>
+__device__ __forceinline__ bool is_inside(int first, int e, int size) {
+  return first + e / kVector * kBlockThreads * kVector + e % kVector < size;
+}
+
 template <int kVector, class T, class R>
 __device__ __forceinline__ void load_registers(const T* data, int first, int size, bool bfloat16,
                                                R (&r)[kThreadElements]) {
@@ -287,6 +296,34 @@ __device__ double block_sum(double sum) {
   return sum;
 }
 
+template <int... kBytes, class Element, class Table, size_t... List>
+__device__ __forceinline__ void sum_chunk(const Element& element, const Table& table, const Chunk& chunk,
+                                          unsigned bfloat16, double (&squares)[Element::kSums],
+                                          std::index_sequence<List...>) {
+  constexpr int kVector = kVectorBytes / largest<kBytes...>();
+  for (int first = threadIdx.x * kVector; first < chunk.size; first += kTile) {
+    float r[Element::kLists][kThreadElements] = {};
+    ((Element::kReads >> List & 1 ? load_registers<kVector>(chunk_data<Storage<kBytes>>(table, List, chunk), first,
+                                                            chunk.size, bfloat16 >> List & 1, r[List])
+                                  : void()),
+     ...);
+#pragma unroll
+    for (int e = 0; e < kThreadElements; ++e) {
+      float lists[Element::kLists] = {r[List][e]...}, terms[Element::kSums];
+      element(lists, terms);
+      ((r[List][e] = lists[List]), ...);
+#pragma unroll
+      for (int s = 0; s < Element::kSums; ++s) {
+        if (is_inside<kVector>(first, e, chunk.size)) squares[s] += square(terms[s]);
+      }
+    }
+    ((Element::kWrites >> List & 1 ? store_registers<kVector>(r[List], bfloat16 >> List & 1, first, chunk.size,
+                                                              chunk_data<Storage<kBytes>>(table, List, chunk))
+                                   : void()),
+     ...);
+  }
+}
+
 // A block for each chunk: its sum of squares goes to `scratch`, or straight to `sums` when it is its tensor's only one.
 template <class Table, int kBytes>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -307,6 +344,28 @@ __global__ void __launch_bounds__(kBlockThreads)
     sums[table.index[chunk.tensor]] = sum;
   } else {
     scratch[blockIdx.x] = sum;
+  }
+}
+
+// A block for each chunk of an element with kSums: the sums of its terms' squares go where chunk_square_sums_kernel puts
+// one, a term's `scratch_stride` and `sums_stride` after the one before.
+template <class Element, class Table, int... kBytes>
+__global__ void __launch_bounds__(kBlockThreads)
+    summing_kernel(const Table __grid_constant__ table, typename Element::Args args, unsigned bfloat16, double* scratch,
+                   int64_t scratch_stride, double* sums, int64_t sums_stride) {
+  const Chunk chunk = find_chunk(table, kNormChunk);
+  const Element element(args, table.index[chunk.tensor]);
+  if (element.skip()) return;
+  double squares[Element::kSums] = {};
+  sum_chunk<kBytes...>(element, table, chunk, bfloat16, squares, std::make_index_sequence<Element::kLists>{});
+  const bool whole = chunk_count(table, chunk.tensor, kNormChunk) == 1;
+#pragma unroll
+  for (int s = 0; s < Element::kSums; ++s) {
+    const double sum = block_sum(squares[s]);
+    if (threadIdx.x == 0) {
+      (whole ? sums[s * sums_stride + table.index[chunk.tensor]] : scratch[s * scratch_stride + blockIdx.x]) = sum;
+    }
+    __syncthreads();  // thread 0 has read what the next sum overwrites
   }
 }
 
@@ -343,7 +402,7 @@ __global__ void update_scale_kernel(UpdateScaleArgs args) { update_scale(args); 
 template <class... Parameters, class... Arguments>
 Status launch(void (*kernel)(Parameters...), int64_t grid, int block, size_t shared_bytes, void* stream,
               const Arguments&... arguments) {
-  static_assert((sizeof(Arguments) + ...) <= kLargeParameterBytes, "the kernel's parameters take more than 32764 bytes");
+  static_assert((sizeof(Arguments) + ...) <= kLargeParameterBytes, "the kernel's parameters exceed 32764 bytes");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(block);
@@ -383,6 +442,14 @@ Status for_each_table(const TensorTable& tensors, int chunk_size, Launch launch)
   return {};
 }
 
+// Whether no tensor's chunks are left to be added up.
+template <class Table>
+bool all_of_one_chunk(const Table& table) {
+  for (int i = 0; i < table.tensors; ++i)
+    if (chunk_count(table, i, kNormChunk) != 1) return false;
+  return true;
+}
+
 bool driver_takes_large_parameters() {
   int version = 0;
   return cudaDriverGetVersion(&version) == cudaSuccess && version >= kLargeParameterVersion;
@@ -414,9 +481,9 @@ Status run_elementwise_cuda(const TensorTable& tensors, const typename Element::
   });
 }
 
-template Status run_elementwise_cuda<ScaleElement>(const TensorTable&, const ScaleElement::Args&, FoundInf, void*);
-template Status run_elementwise_cuda<AxpbyElement>(const TensorTable&, const AxpbyElement::Args&, FoundInf, void*);
-template Status run_elementwise_cuda<CopyElement>(const TensorTable&, const CopyElement::Args&, FoundInf, void*);
+#define APEX_AMP_INSTANTIATE(...) \
+  template Status run_elementwise_cuda<__VA_ARGS__>(const TensorTable&, const __VA_ARGS__::Args&, FoundInf, void*);
+APEX_AMP_FOR_EACH_ELEMENT(APEX_AMP_INSTANTIATE)
 
 Status square_sums_cuda(const TensorTable& tensors, double* scratch, double* sums, void* stream) {
   return dispatch_dtypes(tensors.dtype, ListTypes<FloatAndDoubleTypes>{}, [&](auto dtype) {
@@ -426,13 +493,34 @@ Status square_sums_cuda(const TensorTable& tensors, double* scratch, double* sum
       if (chunks > 0)
         status = launch(chunk_square_sums_kernel<Table, size_of(dtype.value)>, chunks, kBlockThreads, 0, stream, table,
                         bfloat16_lists(tensors, 1) != 0, scratch, sums);
-      bool finished = true;
-      for (int i = 0; i < table.tensors; ++i) finished &= chunk_count(table, i, kNormChunk) == 1;
-      if (finished || status.code != Status::kOk) return status;
+      if (all_of_one_chunk(table) || status.code != Status::kOk) return status;
       return launch(tensor_square_sums_kernel<Table>, table.tensors, kBlockThreads, 0, stream, table, scratch, sums);
     });
   });
 }
+
+template <class Element>
+Status run_summing_cuda(const TensorTable& tensors, const typename Element::Args& args, double* scratch, double* sums,
+                        int64_t stride, void* stream) {
+  static_assert(sizeof(args) + 4 * sizeof(int64_t) + sizeof(unsigned) <= kOtherParameterBytes, "see the table");
+  return dispatch_dtypes(tensors.dtype, typename ElementDTypes<Element>::type{}, [&](auto... dtypes) {
+    return for_each_launch<Element::kLists>(tensors, kNormChunk, [&](const auto& table, int64_t chunks) {
+      using Table = std::decay_t<decltype(table)>;
+      Status status;
+      if (chunks > 0)
+        status = launch(summing_kernel<Element, Table, size_of(decltype(dtypes)::value)...>, chunks, kBlockThreads, 0,
+                        stream, table, args, bfloat16_lists(tensors, Element::kLists), scratch, chunks, sums, stride);
+      if (all_of_one_chunk(table)) return status;
+      for (int s = 0; s < Element::kSums && status.code == Status::kOk; ++s)
+        status = launch(tensor_square_sums_kernel<Table>, table.tensors, kBlockThreads, 0, stream, table,
+                        scratch + s * chunks, sums + s * stride);
+      return status;
+    });
+  });
+}
+
+template Status run_summing_cuda<LambMomentsElement>(const TensorTable&, const LambMomentsElement::Args&, double*,
+                                                     double*, int64_t, void*);
 
 Status finish_norms_cuda(const double* sums, int64_t tensors, float* total, float* per_tensor, void* stream) {
   return launch(finish_norms_kernel, 1, kBlockThreads, 0, stream, sums, tensors, total, per_tensor);

@@ -27,7 +27,11 @@ PATCHABLE = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linal
              torch.autograd.Function, torch.nn.Module, torch.optim.Optimizer, torch.utils.checkpoint,
              torch.utils.data._utils.worker, torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU, torch.nn.RNNCell,
              torch.nn.LSTMCell, torch.nn.GRUCell)
-REPLACED_BY_DYNAMO = {"manual_seed"}  # torch does so itself when torch._dynamo is first imported
+
+
+def replaced_by_dynamo(value: object) -> bool:
+    """Whether torch put it there itself: it wraps some names when torch._dynamo is imported and first compiles."""
+    return getattr(value, "__globals__", {}).get("__name__", "").startswith(("torch._dynamo", "torch._compile"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,9 +59,10 @@ def torch_left_as_found():
     if amp is not None:
         amp.shutdown()
     left = [f"{owner.__name__}.{name}" for owner, names in before for name, value in names.items()
-            if vars(owner).get(name, value) is not value and name not in REPLACED_BY_DYNAMO]
+            if (now := vars(owner).get(name, value)) is not value and not replaced_by_dynamo(now)]
     gained = [f"{owner.__name__}.{name}" for owner, names in before if isinstance(owner, type)
-              for name in (vars(owner).keys() ^ names.keys()) - {"__slotnames__"}]  # pickle's cache
+              for name in vars(owner).keys() ^ names.keys()
+              if name not in ("___needs_generation_tag_patch", "__slotnames__")]  # Dynamo's, and what copyreg caches
     assert not left, f"the test left these names of torch patched: {left}"
     assert not gained, f"the test left these attributes added to or gone from torch's classes: {gained}"
     assert torch.get_default_dtype() is default_dtype, "the test left another default dtype"

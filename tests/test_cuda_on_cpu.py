@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from apex_amp import multi_tensor_updates
 from cuda_on_cpu.emulator import (CHECKED_FLAGS, DRIVER_WITH_SMALL_PARAMETERS, ELEMENTWISE_CHUNK, HERE, KERNELS,
                                   NORM_CHUNK, TILE, Emulator, KernelFault, compile_all, link)
 
@@ -299,6 +300,100 @@ def test_the_order_of_blocks_and_threads_changes_nothing(cuda: Emulator, schedul
         assert_same_bits(result, expected)
 
 
+# ---- optimizers ----
+
+def adam_case(n: int) -> tuple:
+    return 2, True, {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": n % 2 == 0,
+                     "bias_correction": True}
+
+
+def sgd_case(n: int) -> tuple:
+    return 1, False, {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1, "nesterov": False,
+                      "first_run": n % 2 == 0, "wd_after_momentum": n > 1}
+
+
+def lamb_case(n: int) -> tuple:
+    return 2, True, {"lr": 0.01, "grad_norm": 3.0, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1,
+                     "adam_w_mode": n % 2 == 0, "bias_correction": True, "grad_averaging": True, "max_grad_norm": 1.0,
+                     "use_nvlamb": False}
+
+
+def novograd_case(n: int) -> tuple:
+    return 1, True, {"lr": 0.01, "grad_norms": None, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1,
+                     "bias_correction": True, "grad_averaging": True, "reg_inside_moment": n % 2 == 0, "l2_norm": n > 1,
+                     "init_zero": False}
+
+
+def adagrad_case(n: int) -> tuple:
+    return 1, True, {"lr": 0.1, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.1, "adagrad_w_mode": n % 2 == 0}
+
+
+RULES = {"adam": adam_case, "sgd": sgd_case, "lamb": lamb_case, "novograd": novograd_case, "adagrad": adagrad_case}
+UPDATE_DTYPES = [(torch.float32, torch.float32, None), (torch.float16, torch.float32, torch.float16),
+                 (torch.float32, torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16, None)]
+
+
+def update_arguments(rule: str, n: int, sizes: tuple, dtypes: tuple, found_inf: float) -> tuple[list, dict]:
+    """The lists of one call (state, then params and what else is written, in any order that is always the same) and its
+    arguments by name."""
+    torch.manual_seed(n)
+    state_lists, counts, options = RULES[rule](n)
+    grad, param, copy = dtypes
+    arguments = {"grads": random_list(sizes, grad, 1), "params": random_list(sizes, param)}
+    names = {"adam": ("exp_avgs", "exp_avg_sqs"), "lamb": ("exp_avgs", "exp_avg_sqs"), "sgd": ("momentum_buffers",),
+             "novograd": ("exp_avgs",), "adagrad": ("sums",)}[rule]
+    for name in names[:state_lists]:
+        arguments[name] = [tensor.abs_() for tensor in random_list(sizes, torch.float32, 3)]
+    if rule == "novograd":
+        arguments["averaged_norms"] = [torch.tensor(2.0) for _ in sizes]
+        options = {**options, "grad_norms": torch.arange(1.0, 1.0 + len(sizes))}
+    if counts:
+        arguments["steps"] = [torch.tensor(float(i)) for i in range(len(sizes))]
+    arguments["model_params"] = None if copy is None else empty_list(sizes, copy, 1)
+    written = [name for name in arguments if name != "grads" and arguments[name] is not None]
+    return written, {**arguments, "found_inf": torch.tensor([found_inf]), "inv_scale": torch.tensor([0.25]), **options}
+
+
+@pytest.mark.parametrize("dtypes", UPDATE_DTYPES, ids=str)
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.parametrize("rule", RULES)
+def test_optimizers_have_the_bits_of_the_cpu_executor(cuda: Emulator, rule: str, n: int, dtypes: tuple) -> None:
+    sizes = (9, 1, 0, ELEMENTWISE_CHUNK + 3) if n else (*SMALL_SIZES, 2 * NORM_CHUNK + 5)
+    written, on_cuda = update_arguments(rule, n, sizes, dtypes, found_inf=0.0)
+    _, on_cpu = update_arguments(rule, n, sizes, dtypes, found_inf=0.0)
+    getattr(cuda, f"multi_tensor_{rule}")(*on_cuda.values())
+    getattr(multi_tensor_updates, f"multi_tensor_{rule}")(*on_cpu.values())
+    for name in written:
+        for actual, expected in zip(on_cuda[name], on_cpu[name]):
+            if rule == "lamb" and name in ("params", "model_params"):  # sums of squares in another order
+                torch.testing.assert_close(actual, expected, rtol=1e-6 if actual.dtype == torch.float32 else 1e-2, atol=1e-7)
+            else:
+                assert_same_bits(actual, expected)
+        if on_cuda[name][-1].dim():
+            assert_guards_untouched(on_cuda[name])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_optimizers_skip_where_found_inf_is_set(cuda: Emulator, rule: str) -> None:
+    sizes = (*SMALL_SIZES, NORM_CHUNK + 1)
+    written, arguments = update_arguments(rule, 0, sizes, UPDATE_DTYPES[1], found_inf=1.0)
+    before = {name: [tensor.clone() for tensor in arguments[name]] for name in written}
+    getattr(cuda, f"multi_tensor_{rule}")(*arguments.values())
+    for name in written:
+        for actual, expected in zip(arguments[name], before[name]):
+            assert_same_bits(actual, expected)
+
+
+def test_check_only_looks(cuda: Emulator) -> None:
+    tensors = random_list((5, ELEMENTWISE_CHUNK + 21, 0, 3), torch.float16)
+    found_inf, per_tensor = torch.zeros(1), torch.zeros(4)
+    cuda.multi_tensor_check(tensors, found_inf, per_tensor)
+    assert found_inf.item() == 0
+    tensors[1][-1] = torch.nan
+    cuda.multi_tensor_check(tensors, found_inf, per_tensor)
+    assert found_inf.item() == 1 and per_tensor.tolist() == [0, 1, 0, 0]
+
+
 # ---- l2norm ----
 
 NORM_SIZES = (1, 0, 7, NORM_CHUNK - 1, NORM_CHUNK, NORM_CHUNK + 1, 3 * NORM_CHUNK + 11)
@@ -373,8 +468,10 @@ def norm(cuda: Emulator) -> None:
 # name: (text of the kernels' source, what it is replaced by, what is run, what the checker must say)
 FAULTS: dict[str, tuple[str, str, Callable[[Emulator], None], str]] = {
     "missing barrier": ("  __syncthreads();\n", "", norm, "race on shared memory"),
-    "reused buffer": ("  sum = block_sum(sum);\n", "  sum = block_sum(block_sum(sum));\n", norm, "race on shared memory"),
-    "vector past the end": ("begin + kVector <= size", "begin + kVector <= size + 1", scale_with_tails, "out of bounds"),
+    "reused buffer": ("  sum = block_sum(sum);\n", "  sum = block_sum(block_sum(sum));\n", norm,
+                      "race on shared memory"),
+    "vector past the end": ("begin + kVector <= size", "begin + kVector <= size + 1", scale_with_tails,
+                            "out of bounds"),
     "tail read past the end": ("begin + k < size ?", "begin + k <= size ?", scale_with_tails, "out of bounds: reads"),
     "tail written past the end": ("if (begin + k < size)", "if (begin + k <= size)", scale_with_tails,
                                   "out of bounds: writes"),

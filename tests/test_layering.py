@@ -12,28 +12,31 @@ CSRC = ROOT / "csrc"
 
 # Lowest first. A package named here stands for all its modules, which may import each other.
 FLOORS = [
-    ["_C", "_version"],
+    ["_C", "_version", "legacy_torch"],
     ["amp.cast_state", "amp.cast_lists", "amp.generated_class"],
-    ["amp._state", "amp.integrations", "multi_tensor"],
-    ["amp.patching", "amp.master_weights", "amp.scaler", "optimizers", "multi_tensor_apply", "normalization"],
-    ["amp.model_cast", "amp.gradients", "amp.cast_report"],
-    ["amp.overflow"],
+    ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor", "multi_tensor_updates"],
+    ["amp.patching", "amp.master_weights", "amp.scaler", "multi_tensor_apply", "normalization"],
+    ["amp.model_cast", "amp.gradients", "amp.cast_report", "optimizers"],
+    ["amp.overflow", "amp.distributed"],
     ["amp.amp_optimizer"],
     ["amp.scale_context"],
     ["amp.frontend", "amp.autocast", "amp.grad_scaler"],
+    ["amp.legacy_handle"],
     ["amp.__init__"],
-    ["parallel", "fp16_utils"],
+    ["parallel", "fp16_utils", "legacy_optimizers"],
     ["__init__"],
     ["legacy"],
-    ["cli", "__main__"],
+    ["apex_alias", "cli"],
+    ["__main__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 INCLUDES = {
     "elementwise.h": set(),
-    "multi_tensor.h": {"elementwise.h"},
-    "multi_tensor_cpu.cpp": {"multi_tensor.h", "elementwise.h"},
-    "multi_tensor_cuda.cu": {"multi_tensor.h", "elementwise.h"},
+    "optimizer_elements.h": {"elementwise.h"},
+    "multi_tensor.h": {"optimizer_elements.h", "elementwise.h"},
+    "multi_tensor_cpu.cpp": {"multi_tensor.h"},
+    "multi_tensor_cuda.cu": {"multi_tensor.h"},
     "cast_function.h": set(),
     "cast_function.cpp": {"cast_function.h"},
     "bindings.cpp": {"cast_function.h", "multi_tensor.h"},

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import main_job
-from benchmarks.report import Row, describe_machine, table
+from benchmarks.report import Row, describe_machine, table, write_results
 from benchmarks.train_digits import OPT_LEVELS, TrainResult, train
 
 CPU = torch.device("cpu")
@@ -67,6 +68,7 @@ def test_table_gives_the_figures():
     assert "emulates" in lines[-1] and "* " not in table([slow], machine, threads=1)
 
 
+@pytest.mark.slow
 def test_job_writes_table_json_and_picture(tmp_path, capsys):
     out = tmp_path / "new"
     status = main_job.main(["--opt-levels", "O1", "O0", "--seeds", "1", "--epochs", "2", "--out", str(out)])
@@ -84,6 +86,7 @@ def test_job_writes_table_json_and_picture(tmp_path, capsys):
     assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_what_had_ended(tmp_path):
     job = subprocess.Popen([sys.executable, "-m", "benchmarks.main_job", "--opt-levels", "O0", "--seeds", "1000",
                             "--epochs", "1", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -106,6 +109,15 @@ def test_a_level_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "O2 failed with seed 0: RuntimeError: planted" in printed.err
     assert list(json.loads((tmp_path / "results.json").read_text())["levels"]) == ["O0"]
+
+
+def test_run_that_diverged_is_reported(tmp_path):
+    row = results_of("O3")[0]
+    row.results[0].loss_history[1] = row.results[0].train_loss = math.nan
+    printed = write_results([row], describe_machine(CPU), {"threads": 1}, tmp_path)
+    level = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)["levels"]["O3"]
+    assert level["train_loss"] == [None, 0.5] and level["loss_history"] == [[1.0, None], [1.0, 0.5]]
+    assert "nan" in printed.splitlines()[2]
 
 
 @pytest.mark.parametrize("arguments, message", [

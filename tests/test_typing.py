@@ -21,7 +21,7 @@ TRAINING = """
                                       keep_batchnorm_fp32=True, keep_fp32_modules=(torch.nn.LayerNorm,))
     loss = model(torch.ones(3, 4)).sum()
     with amp.scale_loss(loss, optimizer, loss_id=0) as scaled_loss:
-        scaled_loss.backward()
+        scaled_loss.backward()  # type: ignore[no-untyped-call]  # torch's own
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
     with amp.disable_casts():
@@ -70,9 +70,3 @@ def test_mistakes_are_found(tmp_path):
     expected = [(number, line.partition("# error: ")[2]) for number, line in enumerate(MISTAKES.splitlines(), 1)
                 if "# error: " in line]
     assert mypy(tmp_path, MISTAKES) == expected
-
-
-@pytest.mark.slow
-def test_package_passes_mypy():
-    done = subprocess.run([sys.executable, "-m", "mypy"], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stdout

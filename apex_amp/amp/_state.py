@@ -32,6 +32,10 @@ class Options:
         """The type that patched functions cast to inside a forward of this call's models; None: they do not cast."""
         return self.patch_torch_functions_type if self.patch_torch_functions else None
 
+    @property
+    def casts_weights(self) -> bool:
+        return self.cast_model_type in (torch.float16, torch.bfloat16)
+
 
 @dataclass(eq=False)
 class Setup:
@@ -45,6 +49,10 @@ class Setup:
 
     def alive_models(self) -> list[torch.nn.Module]:
         return [model for ref in self.models if (model := ref()) is not None]
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Counts `model` among this call's; the call ends when the last of them is freed."""
+        self.models.append(weakref.ref(model, _end_dead_setups))
 
     def parameter_names(self) -> dict[int, str]:
         """id -> qualified name of every parameter of the models that are alive; later models are told apart by number."""
@@ -88,6 +96,13 @@ class ProcessState:
 
 
 process = ProcessState()
+
+
+def _end_dead_setups(_: weakref.ref) -> None:
+    alive = [setup for setup in process.alive if setup.alive_models()]
+    if len(alive) < len(process.alive):
+        process.alive = alive
+        refresh_casts()
 
 
 def refresh_casts() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -24,16 +24,28 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Stash:
     """amp's state of one optimizer, kept as `optimizer._amp_stash`."""
 
-    def __init__(self, setup: Setup, masters: MasterWeights | None) -> None:
+    def __init__(self, setup: Setup, masters: MasterWeights | None, materialize_master_grads: bool = True) -> None:
         self.setup = setup
         self.masters = masters
-        self.gradients = Gradients(masters)
+        self.gradients = Gradients(masters, materialize_master_grads)
         # The blocks since the last step, those before it, and those whose verdict had not reached the host then.
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
         self._unsettled: list[Overflow] = []
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
+        # Scripts written for Apex set this after asking for masters early; here they exist from the start.
+        self.lazy_init_called = True
+
+    @property
+    def all_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the model parameters that have masters."""
+        return [] if self.masters is None else self.masters.model_params
+
+    @property
+    def all_fp32_from_fp16_params(self) -> Sequence[torch.Tensor]:
+        """Apex's name for the masters, in the same order."""
+        return [] if self.masters is None else self.masters.masters
 
     def note(self, overflow: Overflow) -> None:
         """Remembers one more block; earlier ones that decide nothing any more are forgotten, for a step may never come."""
@@ -62,13 +74,27 @@ class Stash:
         left = self.gradients.left_scaled
         if left is None or left.scaler is unless_by or (unless_by is not None and is_distributed()):
             return False
-        self.gradients.reconcile()
+        self.gradients.catch_up()
         self.gradients.open(optimizer.param_groups, left.scaler, self.skip_is_pending())
         unscale(left.scaler, [self])
         return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
+
+
+class AmpStep:
+    """Lets a fused optimizer write the model's parameters itself, as `optimizer._amp_step` during its step."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._gradients = stash.gradients
+        # The low-precision parameter to be written with a master, None for what is none; and what is told afterwards.
+        self.model_param_of, self.note_written = stash.masters.model_param_of, stash.masters.note_written
+
+    @property
+    def inv_scale(self) -> torch.Tensor | None:
+        """Not None: gradients are to be read from the model's parameters, and multiplied by this."""
+        return self._gradients.inv_scale()
 
 
 def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> None:
@@ -98,7 +124,7 @@ def wrap_optimizer(optimizer: Any, setup: Setup, fp32_values: dict[torch.Tensor,
             _replace_by_masters(optimizer, group, masters, fp32_values)
     instance_step = vars(optimizer).pop("step", None)
     optimizer.__class__ = generate_class(type(optimizer), "optimizer", _namespace)
-    optimizer._amp_stash = Stash(setup, masters)
+    optimizer._amp_stash = Stash(setup, masters, getattr(optimizer, "materialize_master_grads", True))
     if getattr(instance_step, "_wrapped_by_lr_sched", False):
         _let_schedulers_see_steps(optimizer)
         function = instance_step.__wrapped__  # the class's step, or what the user had put on the instance before
@@ -187,6 +213,9 @@ def _namespace(base: type) -> dict[str, Any]:
             if not any(group is other for other in earlier):
                 _adopt_group(self, group)
 
+    def make_masters_now(self: Any) -> None:
+        """Does nothing: Apex made masters at the first backward unless asked earlier."""
+
     def __setstate__(self: Any, state: Any) -> None:
         if isinstance(state, _Pickled):
             self._amp_stash = state.stash
@@ -206,7 +235,8 @@ def _namespace(base: type) -> dict[str, Any]:
 
     wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
     namespace = {name: functools.wraps(getattr(base, name))(method) for name, method in wrapped.items() if hasattr(base, name)}
-    return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__}
+    return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
+            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
 @dataclasses.dataclass
@@ -262,17 +292,23 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
         stash.begin_step()
         if not on_device and stash.last_step_skipped():
             return _end_step(stash, None)
+    writes_model_params = stash.masters is not None and getattr(optimizer, "_writes_model_params", False)
     try:
         if on_device:
             optimizer.found_inf = functools.reduce(torch.maximum, [overflow.found_inf for overflow in stash.last_step])
+        if writes_model_params:
+            optimizer._amp_step = AmpStep(stash)
         with cast_scope(None):
             loss = stash.instance_step(*args, **kwargs) if stash.instance_step else base_step(optimizer, *args, **kwargs)
     except _OverflowInClosure as overflow:
         return _end_step(stash, overflow.loss)
     finally:
         vars(optimizer).pop("found_inf", None)
-    if stash.masters is not None:
-        stash.masters.push()
+        vars(optimizer).pop("_amp_step", None)
+    if writes_model_params:
+        stash.masters.sync()
+    elif stash.masters is not None:
+        stash.masters.push()  # the optimizer may have written where no version counter moves
     return _end_step(stash, loss)
 
 
@@ -304,6 +340,8 @@ def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
         return False
     if stash.instance_step is not None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
+    if getattr(optimizer, "_writes_model_params", False):
+        return True
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ LOW_PRECISION = [
     "linear", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     "convolution", "_convolution", "prelu",
     "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "vecdot",
-    "linalg_multi_dot", "linalg_vecdot", "einsum", "scaled_dot_product_attention", "__matmul__", "__rmatmul__",
+    "einsum", "scaled_dot_product_attention", "__matmul__", "__rmatmul__",
     "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
 ]
 
@@ -53,6 +53,10 @@ FP32 = [
 
 # Of FP32, those that convert by their own `dtype` argument, without a copy of the input.
 FP32_BY_DTYPE = ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"]
+
+# torch.nn.functional's versions of these only call another function of the same name, which is patched:
+# patching both would cost every call twice.
+FORWARDING = ["softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm"]
 
 # Functions of several tensors: to the widest type among them, and to FP32 where a number among the
 # arguments is more than half types can hold.

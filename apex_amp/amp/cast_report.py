@@ -4,7 +4,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -110,9 +109,7 @@ def _unpatched() -> Iterator[str]:
             for default in [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]:
                 if id(default) in names:
                     yield f"{names[id(default)]} as a default argument of {item.__module__}.{item.__qualname__}"
-    for module in list(sys.modules.values()):
-        if not isinstance(module, types.ModuleType) or patching.is_internal(module.__name__):
-            continue
+    for module in patching.user_modules():
         for name, table in list(vars(module).items()):
             if name.startswith("__") or type(table) not in (dict, list, tuple):
                 continue

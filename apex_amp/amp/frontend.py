@@ -3,18 +3,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import weakref
 from typing import Any, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from . import patching
+from . import distributed, patching
 from ._state import Options, Setup, process, refresh_casts
 from .amp_optimizer import Stash, stash_of, unwrap_optimizer, wrap_optimizer
-from .master_weights import MasterWeights
-from .model_cast import (ModelCast, cast_of, cast_weights, keep_module_fp32, serve_fp32_state_dict, unwrap_model,
-                         wrap_model)
+from .master_weights import FP32StateDict, MasterWeights
+from .model_cast import ModelCast, cast_of, cast_weights, keep_module_fp32, unwrap_model, wrap_model
 from .scaler import LossScaler
 
 _half, _bfloat16, _float = torch.float16, torch.bfloat16, torch.float32
@@ -85,82 +85,118 @@ def initialize(
         RuntimeError: an unknown level, an override that contradicts it, or a model that is already half, wrapped or scripted.
         TypeError, ValueError: an argument of another kind. Nothing has been changed when an error is raised.
     """
-    model_list = _as_list("models", models, nn.Module, "a torch.nn.Module")
-    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, None, "an optimizer")
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
         process.latest, process.was_initialized = None, True
         return returned
 
+    targets = [unwrapped(model) for model in _as_list("models", models, nn.Module, "a torch.nn.Module")]
+    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, None, "an optimizer")
     options = _options(opt_level, dict(
         cast_model_type=cast_model_type, patch_torch_functions=patch_torch_functions,
         patch_torch_functions_type=patch_torch_functions_type, keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights, loss_scale=loss_scale))
-    targets = [getattr(model, "_orig_mod", model) for model in model_list]  # torch.compile's wrapper follows its module
-    _check_models(targets, options)
-    _check_optimizers(optimizer_list)
-    stays_fp32 = _keep_fp32_rule(options, keep_fp32_modules, targets)
-    scalers = _make_scalers(options.loss_scale, num_losses, min_loss_scale, max_loss_scale)
     _check_dtype("cast_model_outputs", cast_model_outputs)
-
+    _check_models(targets, options)
+    _check_optimizers(optimizer_list, options)
+    fp32_modules, islands = _fp32_modules(options, keep_fp32_modules, targets)
+    scalers = _make_scalers(options.loss_scale, num_losses, min_loss_scale, max_loss_scale)
     setup = Setup(options, scalers, int(verbosity))
-    for optimizer in optimizer_list:
-        if stash_of(optimizer) is not None:
-            unwrap_optimizer(optimizer)
+
+    fp32_values = _undo_earlier(targets, optimizer_list)
     for model in targets:
-        if cast_of(model) is not None:
-            unwrap_model(model)
-    fp32_values: dict[torch.Tensor, torch.Tensor] = {}
-    for model in targets:
-        _set_up_model(model, options, cast_model_outputs, stays_fp32, keep_fp32_modules, fp32_values)
+        _set_up_model(model, options, cast_model_outputs, fp32_modules, fp32_values)
+    for module in islands:
+        keep_module_fp32(module, options.cast_model_type)
     for optimizer in optimizer_list:
         wrap_optimizer(optimizer, setup, fp32_values if options.master_weights else None)
-        _give_masters_to_models(stash_of(optimizer).masters, targets)
         setup.optimizers.append(weakref.ref(optimizer))
+    _register(setup, targets)
+    for optimizer in optimizer_list:
+        _give_masters_to_models(stash_of(optimizer).masters)
     device = next((parameter.device for model in targets for parameter in model.parameters()), torch.device("cpu"))
     for scaler in scalers:
         scaler.to(device)
     _announce(setup)
-    _register(setup, targets)
     return returned
 
 
-def _set_up_model(model: nn.Module, options: Options, cast_model_outputs: torch.dtype | None, stays_fp32: Any,
-                  keep_fp32_modules: Sequence[type | str], fp32_values: dict[torch.Tensor, torch.Tensor]) -> None:
-    dtype = options.cast_model_type or None
-    output_type = cast_model_outputs if cast_model_outputs is not None else (None if dtype is None else _float)
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return model._orig_mod if compiler is not None and isinstance(model, compiler.OptimizedModule) else model
+
+
+def _undo_earlier(models: list[nn.Module], optimizers: list) -> dict[torch.Tensor, torch.Tensor]:
+    """Makes plain again what comes a second time, and every optimizer of an earlier call that trains masters of these models.
+
+    Returns the FP32 value of each parameter that had a master.
+    """
+    fp32_values: dict[torch.Tensor, torch.Tensor] = {}
+    earlier = [cast for cast in map(cast_of, models) if cast is not None]
+    for optimizer in [*optimizers, *_alive_optimizers()]:
+        stash = stash_of(optimizer)
+        if stash is None:
+            continue
+        of_these_models = any(masters is stash.masters for cast in earlier for masters in cast.masters)
+        if of_these_models or any(optimizer is given for given in optimizers):
+            if stash.masters is not None:
+                stash.masters.sync()
+                fp32_values.update(zip(stash.masters.model_params, stash.masters.masters))
+            unwrap_optimizer(optimizer)
+            _take_masters_from_models(stash.masters, except_models=models)
+    for model in models:
+        if cast_of(model) is not None:
+            unwrap_model(model)
+    return fp32_values
+
+
+def _set_up_model(model: nn.Module, options: Options, cast_model_outputs: torch.dtype | None,
+                  fp32_modules: set[nn.Module], fp32_values: dict[torch.Tensor, torch.Tensor]) -> None:
+    dtype = options.cast_model_type
+    output_type = cast_model_outputs if cast_model_outputs is not None or dtype is None else _float
+    cast = ModelCast(options.cast_type, dtype, output_type)
     if dtype is not None:
-        islands = [module for name, module in model.named_modules() if _is_listed(name, module, keep_fp32_modules)]
-        cast_weights(model, dtype, stays_fp32, fp32_values)
-        if dtype != _float:
-            serve_fp32_state_dict(model)
-            for module in islands:
-                keep_module_fp32(module, dtype)
-    wrap_model(model, ModelCast(options.cast_type, dtype, output_type))
+        cast_weights(model, dtype, fp32_modules, fp32_values)
+    if cast.casts_weights:
+        FP32StateDict(cast.masters).register(model)
+    wrap_model(model, cast)
 
 
-def _give_masters_to_models(masters: MasterWeights | None, models: list[nn.Module]) -> None:
+def _give_masters_to_models(masters: MasterWeights | None) -> None:
     """Each model keeps the masters of its own parameters in step with itself, also when its optimizer is gone."""
     if masters is None:
         return
-    for model in models:
-        own = set(map(id, model.parameters()))
-        if any(id(parameter) in own for parameter in masters.model_params):
+    mastered = set(map(id, masters.model_params))
+    for model in _alive_models():
+        if any(id(parameter) in mastered for parameter in model.parameters()):
             cast_of(model).masters.append(masters)
 
 
-def _register(setup: Setup, models: list[nn.Module]) -> None:
-    def forget_dead_setup(_: Any = None) -> None:
-        if not setup.alive_models() and setup in process.alive:
-            process.alive.remove(setup)
-            refresh_casts()
+def _take_masters_from_models(masters: MasterWeights | None, except_models: list[nn.Module]) -> None:
+    for model in _alive_models():
+        if not any(model is kept for kept in except_models):
+            own = cast_of(model).masters
+            own[:] = [kept for kept in own if kept is not masters]
 
+
+def _alive_models() -> list[nn.Module]:
+    return [model for setup in process.alive for model in setup.alive_models()]
+
+
+def _alive_optimizers() -> list[Any]:
+    return [optimizer for setup in process.alive for ref in setup.optimizers if (optimizer := ref()) is not None]
+
+
+def _register(setup: Setup, models: list[nn.Module]) -> None:
     for earlier in process.alive:
-        earlier.models = [ref for ref in earlier.models if ref() not in models]
+        earlier.models = [ref for ref in earlier.models if not any(ref() is model for model in models)]
     process.alive = [earlier for earlier in process.alive if earlier.alive_models()]
-    setup.models = [weakref.ref(model, forget_dead_setup) for model in models]
+    for model in models:
+        setup.watch(model)
     process.alive.append(setup)
     process.latest, process.was_initialized = setup, True
+    distributed.install()
     if setup.options.cast_type is not None:
         patching.install()
     refresh_casts()
@@ -267,35 +303,70 @@ def _check_models(models: list[nn.Module], options: Options) -> None:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to "
                                "the model(s) AFTER they have been returned from amp.initialize.")
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(model).__mro__):
+            raise RuntimeError("Incoming model is an instance of FullyShardedDataParallel, whose flat parameters hide an overflow of one rank "
+                               "from the others: use torch.distributed.fsdp.fully_shard, at opt_level='O1' or 'O4'.")
         if isinstance(model, torch.jit.ScriptModule):
             raise RuntimeError("Incoming model is a ScriptModule, whose forward can't be changed any more: call amp.initialize "
                                "first, then torch.jit.script.")
-        casts = options.cast_model_type not in (None, _float)
         for name, parameter in model.named_parameters():
-            if hasattr(parameter, "device_mesh") and casts:
+            if options.casts_weights and hasattr(parameter, "device_mesh"):
                 raise RuntimeError(f"parameter {name} is sharded (a DTensor), and {options.opt_level} would replace it by a low-precision one: "
-                                   "with fully_shard use O1 or O4.")
+                                   "use opt_level='O1' or 'O4' with fully_shard.")
         if cast_of(model) is None and not process.allow_incoming_model_not_fp32:
-            for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-                for name, tensor in tensors:
-                    if tensor.dtype in (_half, _bfloat16):
-                        raise RuntimeError(f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32. When using "
-                                           "amp.initialize, you do not need to call .half() or .bfloat16() on your model "
-                                           "before passing it, no matter what optimization level you choose.")
+            _check_is_fp32(model)
 
 
-def _check_optimizers(optimizers: list) -> None:
+def _check_is_fp32(model: nn.Module) -> None:
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.dtype in (_half, _bfloat16):
+                raise RuntimeError(f"Found {kind} {name} with dtype {tensor.dtype}, expected torch.float32. When using "
+                                   "amp.initialize, you do not need to call .half() or .bfloat16() on your model "
+                                   "before passing it, no matter what optimization level you choose.")
+
+
+def _check_optimizers(optimizers: list, options: Options) -> None:
     for index, optimizer in enumerate(optimizers):
         if any(optimizer is earlier for earlier in optimizers[:index]):
             raise ValueError(f"optimizers[{index}] ({type(optimizer).__name__}) was passed twice to amp.initialize")
+        lazy = any(isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+                   for group in optimizer.param_groups for parameter in group["params"])
+        if lazy and options.master_weights:
+            raise RuntimeError("an optimizer holds parameters of a lazy module that have no value yet, so they can have no FP32 "
+                               "master: run one forward before amp.initialize")
 
 
-def _is_listed(name: str, module: nn.Module, listed: Sequence[type | str]) -> bool:
-    return any(name == item if isinstance(item, str) else isinstance(module, item) for item in listed)
+def _fp32_modules(options: Options, listed: Sequence[type | str],
+                  models: list[nn.Module]) -> tuple[set[nn.Module], list[nn.Module]]:
+    """Which modules stay FP32 in cast models: all of them, and the outermost of those that the caller listed."""
+    _check_listed(listed, models)
+    kept: set[nn.Module] = set()
+    islands: list[nn.Module] = []
+    if not options.casts_weights:
+        return kept, islands
+    for model in models:
+        for name, module in model.named_modules():
+            if any(name == item if isinstance(item, str) else isinstance(module, item) for item in listed):
+                if module not in kept:
+                    islands.extend(_called_modules(module))
+                kept.update(module.modules())
+            elif options.keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                kept.add(module)
+        _check_parameters_are_not_torn(model, kept)
+    return kept, islands
 
 
-def _keep_fp32_rule(options: Options, listed: Sequence[type | str], models: list[nn.Module]) -> Any:
-    """The predicate (name, module) -> bool for modules that stay FP32; refuses a name that no module has."""
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or what is in it where it is a mere container, whose forward is never called."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from _called_modules(child)
+    else:
+        yield module
+
+
+def _check_listed(listed: Sequence[type | str], models: list[nn.Module]) -> None:
     if isinstance(listed, (str, type)):
         raise TypeError(f"keep_fp32_modules must be a list of module types or names, got {listed!r} alone")
     for item in listed:
@@ -305,11 +376,15 @@ def _keep_fp32_rule(options: Options, listed: Sequence[type | str], models: list
         elif not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"keep_fp32_modules must hold module types or names, got {item!r}")
 
-    def stays_fp32(name: str, module: nn.Module) -> bool:
-        is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        return bool(options.keep_batchnorm_fp32) and is_batchnorm or _is_listed(name, module, listed)
 
-    return stays_fp32
+def _check_parameters_are_not_torn(model: nn.Module, kept: set[nn.Module]) -> None:
+    holders: dict[int, tuple[str, bool]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            other, other_is_kept = holders.setdefault(id(parameter), (name, module in kept))
+            if other_is_kept != (module in kept):
+                raise ValueError(f"modules {other!r} and {name!r} share a parameter, but only one of them stays FP32: list both or "
+                                 "neither in keep_fp32_modules")
 
 
 # --- after initialize ------------------------------------------------------------------------------------------------
@@ -317,8 +392,12 @@ def _keep_fp32_rule(options: Options, listed: Sequence[type | str], models: list
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """Iterates over the FP32 parameters that `optimizer` updates: the masters at O2 and O5, else the model's own.
 
-    Clip these: `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`.
+    Clip these: `torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`. With a fused optimizer's
+    materialize_master_grads=False this is what gives the masters their gradients.
     """
+    stash = stash_of(optimizer)
+    if stash is not None:
+        stash.gradients.materialize_masters()
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -338,24 +417,43 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
 def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     """Restores the loss scalers of the last `amp.initialize`; also from files that Apex wrote.
 
-    With another number of losses, what fits is loaded and a warning says what was left.
+    A static scale stays what `initialize` was told, and a dynamic one keeps its start where the checkpoint comes from a level
+    that did not scale at all. With another number of losses, what fits is loaded and a warning says what was left.
     """
     _require_initialize("amp.load_state_dict")
     setup = process.latest
     if setup is None:
         return
+    saved = _check_saved_scalers(state_dict)
     known = {f"loss_scaler{index}": scaler for index, scaler in enumerate(setup.loss_scalers)}
-    unknown = [key for key in state_dict if key not in known and key.startswith("loss_scaler")]
-    strange = [key for key in state_dict if not key.startswith("loss_scaler")]
-    if strange:
-        raise RuntimeError(f"amp.load_state_dict: unexpected keys {strange}: expected the dictionary that amp.state_dict() returned")
-    for key, scaler in known.items():
-        if key in state_dict:
-            scaler.load_state_dict(state_dict[key])
-    missing = [key for key in known if key not in state_dict]
-    if unknown or missing:
-        setup.warn(f"amp.load_state_dict: the checkpoint has {len(state_dict)} loss scalers and this run {len(known)}; not loaded: "
-                   f"{unknown or 'none'}; left at their start: {missing or 'none'}")
+    for key in known.keys() & saved.keys():
+        _load_scaler(setup, known[key], saved[key])
+    left = [key for key in saved if key not in known]
+    missing = [key for key in known if key not in saved]
+    if left or missing:
+        setup.warn(f"amp.load_state_dict: the checkpoint has {len(saved)} loss scalers and this run {len(known)}; not loaded: "
+                   f"{left or 'none'}; left at their start: {missing or 'none'}")
+
+
+def _check_saved_scalers(state_dict: Any) -> dict[str, dict[str, float | int]]:
+    expected = 'expected what amp.state_dict() returned: {"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}'
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"amp.load_state_dict: {expected}, got {type(state_dict).__name__}")
+    for key, saved in state_dict.items():
+        if not str(key).startswith("loss_scaler"):
+            raise RuntimeError(f"amp.load_state_dict: unexpected key {key!r}: {expected}")
+        if not isinstance(saved, dict) or not {"loss_scale", "unskipped"} <= saved.keys():
+            raise RuntimeError(f"amp.load_state_dict: {key!r} holds {saved!r}: {expected}")
+    return state_dict
+
+
+def _load_scaler(setup: Setup, scaler: LossScaler, saved: dict[str, float | int]) -> None:
+    current = scaler.loss_scale()
+    never_scaled = scaler.dynamic and saved["loss_scale"] == 1.0 and saved["unskipped"] == 0
+    if never_scaled or (not scaler.dynamic and saved["loss_scale"] != current):
+        setup.say(f"amp.load_state_dict: keeping loss scale {current}; the checkpoint has {saved['loss_scale']}, of another kind of scaling")
+    else:
+        scaler.load_state_dict(saved)
 
 
 def loss_scale(loss_id: int = 0) -> float:
@@ -384,26 +482,30 @@ def overflow_report() -> list[str]:
 
 
 def sync_masters(model: nn.Module) -> None:
-    """Takes the model's low-precision values over into its FP32 masters, after writes through `.data` that nothing else sees."""
-    cast = cast_of(getattr(model, "module", model))
-    if cast is None:
-        raise RuntimeError("amp.sync_masters: this model did not go through amp.initialize")
-    for masters in cast.masters:
-        masters.pull(model.parameters())
+    """Takes the model's low-precision values over into its FP32 masters, after writes through `.data` that nothing else sees.
+
+    `model` may be inside DistributedDataParallel, DataParallel or torch.compile's wrapper.
+    """
+    casts = [cast for cast in map(cast_of, model.modules()) if cast is not None]
+    if not casts:
+        raise RuntimeError(f"amp.sync_masters: this model ({type(model).__name__}) did not go through amp.initialize")
+    for cast in casts:
+        for masters in cast.masters:
+            masters.pull(model.parameters())
 
 
 def shutdown() -> None:
     """Puts every patched torch name back and makes every living model and optimizer an ordinary FP32 one again."""
-    for setup in process.alive:
-        for optimizer in filter(None, (ref() for ref in setup.optimizers)):
-            if stash_of(optimizer) is not None and stash_of(optimizer).setup is setup:
-                unwrap_optimizer(optimizer)
-        for model in setup.alive_models():
-            unwrap_model(model)
+    for optimizer in _alive_optimizers():
+        if stash_of(optimizer) is not None:
+            unwrap_optimizer(optimizer)
+    for model in _alive_models():
+        unwrap_model(model)
     process.alive.clear()
     process.latest, process.was_initialized = None, False
     refresh_casts()
     patching.uninstall()
+    distributed.uninstall()
 
 
 def _require_initialize(caller: str) -> None:

@@ -5,14 +5,17 @@ signatures, `super()`, deepcopy, DataParallel replicas. An attribute on the inst
 """
 from __future__ import annotations
 
-from typing import Any, Callable
+import abc
+import contextlib
+from typing import Any, Callable, Iterator
 
 
 def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[str, Any]]) -> type:
     """The subclass of `base` for `role`, made at the first request: one per base and role, freed with its base.
 
     It looks like its base (`__name__`, `__qualname__`, `__module__`, `__doc__`), and calling it makes a plain instance
-    of the base: `type(model)(...)` is a fresh, uninitialized model.
+    of the base: `type(model)(...)` is a fresh, uninitialized model. Registries that the base keeps of its subclasses, in
+    `__init_subclass__` or in a metaclass, do not hear of it.
     """
     for existing in type.__subclasses__(base):
         if existing.__dict__.get("_amp_role") == role:
@@ -28,7 +31,23 @@ def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "_amp_role": role,
         **make_namespace(base),
     }
-    return metaclass(base.__name__, (base,), namespace)
+    # An abstract base class needs ABCMeta's own construction; a user's metaclass is passed over.
+    make = abc.ABCMeta.__new__ if issubclass(metaclass, abc.ABCMeta) else type.__new__
+    with _silent_init_subclass(base):
+        return make(metaclass, base.__name__, (base,), namespace)
+
+
+@contextlib.contextmanager
+def _silent_init_subclass(base: type) -> Iterator[None]:
+    own = base.__dict__.get("__init_subclass__")
+    type.__setattr__(base, "__init_subclass__", classmethod(lambda cls, **kwargs: None))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(base, "__init_subclass__")
+        else:
+            type.__setattr__(base, "__init_subclass__", own)
 
 
 def base_of(obj: object) -> type:

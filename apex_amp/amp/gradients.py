@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import empty_unless_same_dtype, get_grads, set_grads
-from ..multi_tensor import multi_tensor_axpby, multi_tensor_scale
+from .._C import empty_unless_same_dtype, get_grads, set_grads, versions
+from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
 if TYPE_CHECKING:
@@ -46,20 +46,31 @@ class Gradients:
     thing. Inside a block the backward writes fresh, scaled gradients.
 
     While gradients are left scaled, the carriers have those, and the masters what had been unscaled before.
+
+    With `materialize` False a block's low-precision gradients are only checked, and stay scaled in the carriers for a step
+    that reads them there; the masters have none. Whatever else than that step comes next, `materialize_masters` goes first.
     """
 
-    def __init__(self, masters: MasterWeights | None) -> None:
+    def __init__(self, masters: MasterWeights | None, materialize: bool = True) -> None:
         self.masters = masters
         self.left_scaled: ScaledBy | None = None
+        self._materialize = materialize
+        # The scale of gradients that the masters don't have, those gradients, and their versions.
+        self._unmaterialized: tuple[ScaledBy, list[Tensor], list[int]] | None = None
         # What each model parameter and its master shared when this was last looked at.
         self._shared: list[Tensor | None] = []
         self._forget_block()
 
     # --- the scale_loss window, in the order of its calls -------------------------------------------------------------
 
+    def catch_up(self) -> None:
+        """Before a block: does to the masters' gradients whatever is still to be done since the last one."""
+        self.materialize_masters()
+        self.reconcile()
+
     def open(self, param_groups: list[dict], scaler: LossScaler, skip_is_pending: bool,
              taken: set[int] | None = None) -> None:
-        """Before the backward: sets earlier gradients aside, so that the backward starts from none. `reconcile` comes first.
+        """Before the backward: sets earlier gradients aside, so that the backward starts from none. `catch_up` comes first.
 
         Args:
             skip_is_pending: earlier gradients are known not to be finite and will not be used: where they would have to be
@@ -126,16 +137,20 @@ class Gradients:
             earlier = [holder.grad if i >= self._own or grad is not None else None
                        for i, (holder, grad) in enumerate(zip(self._holders, earlier))]
             self.left_scaled = None
+        elif self._may_stay_low_precision(new, earlier):
+            flags = self._only_check(new[self._own:], scaler, found_inf)
+            new, earlier = new[:self._own], earlier[:self._own]
         present = [i for i, grad in enumerate(new) if grad is not None]
         for i in set(range(len(new))).difference(present) if len(present) < len(new) else ():
             self._holders[i].grad = earlier[i]
         if scaler.is_identity:
             present = [i for i in present if earlier[i] is not None or new[i].dtype != self._holders[i].dtype]
-        holders = self._holders
+        holders = self._holders[:len(new)]
         if len(present) < len(new):
             holders, new, earlier = ([values[i] for i in present] for values in (holders, new, earlier))
         flags += _accumulate(holders, new, earlier, scaler.inv_scale(), found_inf)
-        self._share()
+        if self._unmaterialized is None:
+            self._share()
         _reduce_over_meshes(self._holders, found_inf)
         self._forget_block()
         return flags
@@ -147,7 +162,7 @@ class Gradients:
 
         Returns the model parameters whose gradient came from a backward outside any scale_loss block; it is taken as it is.
         """
-        if self.masters is None:
+        if self.masters is None or self._unmaterialized is not None:
             return []
         parameters, masters = self.masters.model_params, self.masters.masters
         self._shared += [None] * (len(masters) - len(self._shared))
@@ -175,6 +190,9 @@ class Gradients:
 
         Those of masters that another optimizer has too stay for its step.
         """
+        if self._unmaterialized is not None:
+            self._unmaterialized = None
+            set_grads(self.masters.model_params)
         if self.masters is not None:
             masters = self.masters.masters
             if MasterWeights.any_is_shared:
@@ -187,6 +205,9 @@ class Gradients:
         if self.masters is None:
             return
         if set_to_none:
+            self._unmaterialized = None
+        self.materialize_masters()
+        if set_to_none:
             self._shared = []
             set_grads(self.masters.model_params)
         else:
@@ -194,6 +215,38 @@ class Gradients:
                 for parameter in self.masters.model_params:
                     if parameter.grad is not None:
                         parameter.grad.zero_()
+
+    @torch.no_grad()
+    def materialize_masters(self) -> None:
+        """Gives the masters the gradients that the last block only checked."""
+        if self._unmaterialized is None:
+            return
+        inv_scale = self.inv_scale()
+        self._unmaterialized = None
+        grads = get_grads(self.masters.model_params)
+        pairs = [(master, grad) for master, grad in zip(self.masters.masters, grads) if grad is not None]
+        _accumulate([master for master, _ in pairs], [grad for _, grad in pairs], [None] * len(pairs), inv_scale,
+                    torch.zeros_like(inv_scale))
+        self._share()
+
+    def inv_scale(self) -> Tensor | None:
+        """What a step has to multiply the model parameters' gradients by; None: the masters have theirs.
+
+        Raises RuntimeError if gradients were written meanwhile: whoever did it, like clip_grad_norm_(model.parameters()),
+        met scaled values.
+        """
+        if self._unmaterialized is None:
+            return None
+        left, grads, seen = self._unmaterialized
+        if versions(grads) != seen:
+            raise RuntimeError("the model's gradients were written while they still carried the loss scale, because the "
+                               "optimizer has materialize_master_grads=False: clip or edit the gradients of "
+                               "amp.master_params(optimizer) instead, or leave materialize_master_grads at True")
+        return left.scale.reciprocal()
+
+    def __getstate__(self) -> dict:
+        self.materialize_masters()
+        return dict(self.__dict__)
 
     def culprits(self, flags: list[Flags]) -> list[Tensor]:
         """The model's parameters that `flags` say have an inf or NaN in their gradient, each once."""
@@ -229,6 +282,23 @@ class Gradients:
         self._holders: list[Tensor] = []
         self._set_aside: list[Tensor | None] = []
         self._skip_is_pending = False
+
+    def _may_stay_low_precision(self, new: list[Tensor | None], earlier: list[Tensor | None]) -> bool:
+        """Whether a step can read the pairs' new gradients where they are: the first of its kind, and all there is."""
+        if self._materialize or self.masters is None or MasterWeights.any_is_shared:
+            return False
+        grads = [grad for grad in new[self._own:] if grad is not None]
+        return len(self._carriers) - self._own == len(self.masters.masters) and _kernels_take(grads) \
+            and all(before is None for before in earlier[self._own:])
+
+    def _only_check(self, new: list[Tensor | None], scaler: LossScaler, found_inf: Tensor) -> list[Flags]:
+        holders = [holder for holder, grad in zip(self._holders[self._own:], new) if grad is not None]
+        grads = [grad for grad in new if grad is not None]
+        per_tensor = torch.zeros(len(grads), device=found_inf.device)
+        if not scaler.is_identity:
+            multi_tensor_check(grads, found_inf, per_tensor)
+        self._unmaterialized = ScaledBy(scaler), grads, versions(grads)
+        return [(holders, per_tensor)]
 
     def _left_scaled_positions(self) -> list[int]:
         """Where a gradient that was set aside is one that an earlier block left scaled."""

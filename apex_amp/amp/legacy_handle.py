@@ -22,6 +22,12 @@ from .scaler import LossScaler
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "applier", "disable_casts", "init", "scale_loss"]
 
 
+def _latest_setup(wanted: str) -> Setup:
+    if process.latest is None:
+        raise AttributeError(f"{wanted}: there is none before amp.initialize, or with enabled=False")
+    return process.latest
+
+
 # --- the handle of amp.init ------------------------------------------------------------------------------------------
 
 class AmpHandle:
@@ -37,7 +43,7 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """`optimizer` with dynamic loss scaling, one scale for each of its `num_loss` losses in an iteration."""
-        options = dataclasses.replace(process.latest.options, loss_scale="dynamic")
+        options = dataclasses.replace(_latest_setup("handle.wrap_optimizer").options, loss_scale="dynamic")
         wrap_optimizer(optimizer, Setup(options, [LossScaler("dynamic") for _ in range(num_loss)], verbosity=1), None)
         return OptimWrapper(optimizer, num_loss)
 
@@ -45,7 +51,7 @@ class AmpHandle:
     def scale_loss(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """`amp.scale_loss(loss, optimizer)` with the scale given to `amp.init`."""
         if stash_of(optimizer) is None:
-            wrap_optimizer(optimizer, process.latest, None)
+            wrap_optimizer(optimizer, _latest_setup("handle.scale_loss"), None)
         with scale_loss(loss, optimizer) as scaled_loss:
             yield scaled_loss
 
@@ -102,8 +108,8 @@ class OptimWrapper:
             yield loss
             return
         if self._loss_index == self._num_loss:
-            raise RuntimeError(f"optimizer.scale_loss: this is loss {self._num_loss + 1} since the last step, expected at "
-                               f"most num_loss={self._num_loss}; give wrap_optimizer the number of losses")
+            raise RuntimeError(f"optimizer.scale_loss: this is loss {self._num_loss + 1} since the last step, expected "
+                               f"at most num_loss={self._num_loss}; give wrap_optimizer the number of losses")
         with scale_loss(loss, self._optimizer, loss_id=self._loss_index) as scaled_loss:
             yield scaled_loss
         self._loss_index += 1
@@ -195,7 +201,7 @@ class _LegacyLossScaler:
 
     @property
     def _unskipped(self) -> int:
-        return self._scaler.state_dict()["unskipped"]
+        return int(self._scaler.growth_tracker.item())
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
@@ -205,7 +211,7 @@ class _LegacyLossScaler:
         self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:
-        """Grows or backs off by `_overflow_buf`, which scripts replace by their own; returns whether to skip the step."""
+        """Grows or backs off by `_overflow_buf`, which scripts replace by their own; returns whether to skip."""
         found_inf = self._overflow_buf != 0
         self._scaler.found_inf.copy_(found_inf.reshape(1))
         self._scaler.update()
@@ -226,7 +232,7 @@ class _AmpState(types.ModuleType):
 
     @property
     def loss_scalers(self) -> list[_LegacyLossScaler]:
-        scalers = self._latest("loss_scalers").loss_scalers
+        scalers = _latest_setup("amp._amp_state.loss_scalers").loss_scalers
         self._faces = {id(scaler): self._faces.get(id(scaler)) or _LegacyLossScaler(scaler) for scaler in scalers}
         return list(self._faces.values())
 
@@ -250,7 +256,7 @@ class _AmpState(types.ModuleType):
 
     @verbosity.setter
     def verbosity(self, value: int) -> None:
-        self._latest("verbosity").verbosity = value
+        _latest_setup("amp._amp_state.verbosity").verbosity = value
 
     @property
     def allow_incoming_model_not_fp32(self) -> bool:
@@ -267,11 +273,6 @@ class _AmpState(types.ModuleType):
         else:
             process.latest.say(message)
 
-    def _latest(self, wanted: str) -> Setup:
-        if process.latest is None:
-            raise AttributeError(f"amp._amp_state.{wanted}: there is none before amp.initialize, or with enabled=False")
-        return process.latest
-
 
 _amp_state = _AmpState()
 
@@ -279,7 +280,7 @@ _amp_state = _AmpState()
 # --- amp.lists --------------------------------------------------------------------------------------------------------
 
 class _NameList(MutableSequence):
-    """One of Apex's lists of function names: the names of `cast_lists`, in which a name stands for all its namespaces."""
+    """One of Apex's lists of function names: those of `cast_lists`, where a name stands for all its namespaces."""
 
     def __init__(self, names: list[str]):
         self._names = names
@@ -307,7 +308,8 @@ class _NameList(MutableSequence):
 
 
 def _overrides(name: str, module: Any) -> types.ModuleType:
-    face = types.ModuleType(f"apex.amp.lists.{name}", "Lists of names that amp casts; change them before amp.initialize.")
+    face = types.ModuleType(f"apex.amp.lists.{name}",
+                            "Lists of names that amp casts; change them before amp.initialize.")
     low_precision = _NameList(cast_lists.LOW_PRECISION)
     face.__dict__.update(MODULE=module, FP16_FUNCS=low_precision, BFLOAT16_FUNCS=low_precision,
                          FP32_FUNCS=_NameList(cast_lists.FP32), CASTS=_NameList(cast_lists.PROMOTE),
@@ -331,5 +333,6 @@ def applier(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
         return {key: applier(item, fn) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         items = [applier(item, fn) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        make: Any = type(value)
+        return make(*items) if hasattr(value, "_fields") else make(items)
     return value

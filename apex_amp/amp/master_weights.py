@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterable
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .._C import versions
@@ -19,10 +20,11 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 class MasterWeights:
     """The pairs of one optimizer, in the order of its param_groups.
 
-    A pair is kept equal by version counters: whichever side was written since the last `sync` overwrites the other, the
+    A pair is kept equal by version counters: whichever side was written since the last `sync` goes over to the other, the
     master when both were. So an optimizer step, `load_state_dict`, an in-place write into a `state_dict()` value (which
-    aliases the master) and a write into the model parameter all reach the other side. Writes through `.data` move no
-    counter: `pull` takes the model's values whatever the counters say.
+    aliases the master) and a write into the model parameter all reach the other side. Elements of a model parameter that
+    still are their master's rounded value leave it exact. Writes through `.data` move no counter: `pull` takes the model's
+    values whatever the counters say.
     """
 
     # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
@@ -31,33 +33,36 @@ class MasterWeights:
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
-        self._model_versions: list[int] = []
-        self._master_versions: list[int] = []
+        self._index: dict[int, int] = {}
+        self._master_index: dict[int, int] = {}
+        # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a parameter
+        # in two optimizers is one pair.
+        self._seen: list[list[int]] = []
+        # All versions after the last whole sync: while they stay, nothing was written.
+        self._quiet: tuple[list[int], list[int]] = [], []
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
-        existing = master_of(parameter)
-        if existing is not None:
-            master = existing
+        master = master_of(parameter)
+        if master is not None:
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
-            # .data: a detached view would share its version counter with the parameter it is to be compared with.
-            value = parameter.data.float() if fp32_value is None else fp32_value.data
-            master = nn.Parameter(value, requires_grad=True)
-        self.model_params.append(parameter)
-        self.masters.append(master)
-        self.attach()
-        self._model_versions.append(parameter._version)
-        self._master_versions.append(master._version)
+            # Not detach(): it would share the version counter of what it was detached from.
+            master = nn.Parameter(parameter.data.float() if fp32_value is None else fp32_value.data)
+        self._append(parameter, master)
         return master
 
-    def attach(self) -> None:
-        """Lets every parameter find its master and carry the master's FP32 gradient as its own."""
-        for parameter, master in zip(self.model_params, self.masters):
-            parameter._amp_master = master
-            parameter.grad_dtype = None
+    def _append(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        self._index[id(parameter)] = self._master_index[id(master)] = len(self.model_params)
+        self.model_params.append(parameter)
+        self.masters.append(master)
+        # The parameter finds its master, and carries the master's FP32 gradient as its own.
+        parameter._amp_master = master
+        parameter.grad_dtype = None
+        self._seen.append(vars(master).setdefault("_amp_seen", [master._version, parameter._version]))
 
     def detach(self) -> None:
+        """Parts the pairs: the model parameters forget their masters and carry gradients of their own dtype again."""
         for parameter in self.model_params:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
@@ -65,31 +70,50 @@ class MasterWeights:
                 del parameter._amp_master
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Brings both sides of every pair together; costs two integer comparisons a pair when nothing was written."""
-        master_versions, model_versions = versions(self.masters), versions(self.model_params)
-        if master_versions == self._master_versions and model_versions == self._model_versions:
+    def sync(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Brings both sides together, of all pairs or of those of `parameters`.
+
+        Costs two integer comparisons a pair when nothing was written.
+        """
+        if parameters is None and (versions(self.masters), versions(self.model_params)) == self._quiet:
             return
-        pushed = [i for i, version in enumerate(master_versions) if version != self._master_versions[i]]
-        moved = set(pushed)
-        pulled = [i for i, version in enumerate(model_versions) if version != self._model_versions[i] and i not in moved]
-        multi_tensor_copy([self.masters[i] for i in pushed], [self.model_params[i] for i in pushed])
-        multi_tensor_copy([self.model_params[i] for i in pulled], [self.masters[i] for i in pulled])
-        self._note_versions()
+        pushed, pulled = [], []
+        for i in range(len(self.masters)) if parameters is None else self._chosen(parameters):
+            master_version, model_version = self._seen[i]
+            if self.masters[i]._version != master_version:
+                pushed.append(i)
+            elif self.model_params[i]._version != model_version:
+                pulled.append(i)
+        self._push(pushed)
+        self._pull(pulled)
+        if parameters is None:
+            self._quiet = versions(self.masters), versions(self.model_params)
 
     @torch.no_grad()
     def push(self) -> None:
-        """Overwrites the model's values by the masters', whatever the counters say: fused kernels do not move them."""
-        multi_tensor_copy(self.masters, self.model_params)
-        self._note_versions()
+        """Overwrites the model's values by the masters', whatever the counters say."""
+        self._push(range(len(self.masters)))
 
     @torch.no_grad()
-    def pull(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Overwrites the masters of `parameters` (default: all) by the model's values."""
-        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
-        chosen = [i for i, parameter in enumerate(self.model_params) if wanted is None or id(parameter) in wanted]
-        multi_tensor_copy([self.model_params[i] for i in chosen], [self.masters[i] for i in chosen])
-        self._note_versions()
+    def pull(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the model's values of `parameters` over into their masters."""
+        self._pull(self._chosen(parameters))
+
+    @torch.no_grad()
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Gives every rank of `group` the masters of its first one, exactly, and the model parameters that belong to them."""
+        for master in self.masters:
+            dist.broadcast(master, dist.get_global_rank(group, 0), group)
+        self._push(range(len(self.masters)))
+
+    def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
+        """The low-precision side of `master`'s pair; None for a tensor that is no master."""
+        index = self._master_index.get(id(master))
+        return None if index is None else self.model_params[index]
+
+    def note_written(self, masters: list[torch.Tensor]) -> None:
+        """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
+        self._note_versions([self._master_index[id(master)] for master in masters])
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
@@ -97,34 +121,69 @@ class MasterWeights:
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
 
-    def _note_versions(self) -> None:
-        self._master_versions, self._model_versions = versions(self.masters), versions(self.model_params)
+    def _chosen(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        return [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
+
+    def _push(self, chosen: Sequence[int]) -> None:
+        multi_tensor_copy([self.masters[i] for i in chosen], [self.model_params[i] for i in chosen])
+        self._note_versions(chosen)
+
+    def _pull(self, chosen: Sequence[int]) -> None:
+        for i in chosen:
+            parameter, master = self.model_params[i], self.masters[i]
+            master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
+        self._note_versions(chosen)
+
+    def _note_versions(self, chosen: Sequence[int]) -> None:
+        for i in chosen:
+            self._seen[i][:] = self.masters[i]._version, self.model_params[i]._version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
-        duplicate = MasterWeights()
-        memo[id(self)] = duplicate
-        duplicate.model_params = copy.deepcopy(self.model_params, memo)
-        duplicate.masters = copy.deepcopy(self.masters, memo)
-        duplicate.attach()
-        duplicate._note_versions()
+        duplicate = memo[id(self)] = MasterWeights()
+        for parameter, master in zip(self.model_params, self.masters):
+            copied = copy.deepcopy(master, memo)
+            if hasattr(master, "_amp_is_shared"):
+                copied._amp_is_shared = True
+            duplicate._append(copy.deepcopy(parameter, memo), copied)
         return duplicate
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.sync()
+        return {"pairs": list(zip(self.model_params, self.masters))}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.attach()
-        self._note_versions()
+        MasterWeights.__init__(self)
+        for parameter, master in state["pairs"]:
+            self._append(parameter, master)
+        self._note_versions(range(len(self.masters)))
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------
 
-def state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
-    """Gives FP32: the masters themselves where a parameter has one, else the low-precision value in float.
+class FP32StateDict:
+    """Lets `state_dict()` and `load_state_dict()` of a low-precision model, and of each of its submodules, speak FP32.
 
-    With keep_vars=True the entries are the module's own parameters and stay so.
+    `masters`: the model's own list of MasterWeights, which grows as optimizers are wrapped.
     """
-    for store in (module._parameters, module._buffers):
-        for name, tensor in store.items():
+
+    def __init__(self, masters: list[MasterWeights]) -> None:
+        self._masters = masters
+
+    def register(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # it can have no hooks: its parent's serve it
+                module._register_state_dict_hook(self.after_state_dict)
+                module.register_load_state_dict_pre_hook(self.before_load_state_dict)
+
+    def after_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+        """Gives FP32: the masters themselves where a parameter has one, else the low-precision value in float.
+
+        With keep_vars=True the entries are the module's own tensors and stay so.
+        """
+        for masters in self._masters:
+            masters.sync(parameter for _, parameter in _own_tensors(module) if parameter is not None)
+        for name, tensor in _own_tensors(module):
             key = prefix + name
             if tensor is None or key not in state_dict or state_dict[key] is tensor:
                 continue
@@ -134,17 +193,26 @@ def state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             elif tensor.dtype in (torch.float16, torch.bfloat16):
                 state_dict[key] = state_dict[key].float()
 
+    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict,
+                               strict: bool, missing_keys: list, unexpected_keys: list, error_msgs: list) -> None:
+        """Loads a checkpoint's FP32 values into the masters, exactly; torch then loads the parameters themselves."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made, and leave "
+                "their FP32 masters behind: call it without assign, or before amp.initialize.")
+        for name, tensor in _own_tensors(module):
+            value = state_dict.get(prefix + name)
+            master = None if tensor is None else master_of(tensor)
+            if master is not None and isinstance(value, torch.Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)
 
-def load_state_dict_pre_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict,
-                             strict: bool, missing_keys: list, unexpected_keys: list, error_msgs: list) -> None:
-    """Loads a checkpoint's FP32 values into the masters, exactly; torch then loads the parameters themselves."""
-    if local_metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made and leave "
-            "their FP32 masters behind; call it without assign, or before amp.initialize.")
-    for name, parameter in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        master = None if parameter is None else master_of(parameter)
-        if master is not None and isinstance(value, torch.Tensor) and value.shape == master.shape:
-            with torch.no_grad():
-                master.copy_(value)
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, tensor) of a module's own parameters and buffers, and of all that is inside its scripted children."""
+    for store in (module._parameters, module._buffers):
+        yield from store.items()
+    for name, child in module._modules.items():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.named_parameters(name)
+            yield from child.named_buffers(name)

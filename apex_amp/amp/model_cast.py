@@ -1,32 +1,35 @@
 """What a model does differently after `amp.initialize`: its forward has a cast state, and at O2, O3 and O5 another dtype."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
-from ._state import refresh_cast_devices
+from ._state import process, refresh_cast_devices
 from .cast_state import cast_scope
 from .generated_class import base_of, generate_class
-from .master_weights import MasterWeights, load_state_dict_pre_hook, state_dict_hook
+from .master_weights import FP32StateDict, MasterWeights
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class ModelCast:
     """amp's state of one model, kept as `model._amp_cast`.
 
     `cast_type`: what patched functions cast to inside its forward (None: they do not). `input_type` and `output_type`: what
     floating inputs and outputs of forward are cast to (None: left alone). `masters`: the FP32 master weights of its
     parameters, one object an optimizer. `instance_forward`: a forward that the user had put on the instance. `ddp`: the
-    DistributedDataParallel wrapper whose forward called it last, held weakly.
+    DistributedDataParallel wrapper around it, held weakly. `is_checked`: its first forward found nothing wrong.
     """
     cast_type: torch.dtype | None
     input_type: torch.dtype | None
@@ -34,20 +37,18 @@ class ModelCast:
     masters: list[MasterWeights] = dataclasses.field(default_factory=list)
     instance_forward: Callable | None = None
     ddp: weakref.ref | None = None
+    is_checked: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "ddp": None}
 
-    def before_forward(self) -> None:
-        for masters in self.masters:
-            masters.sync()
-        active = DistributedDataParallel._active_ddp_module
-        if active is not None:
-            self.ddp = weakref.ref(active)
-
     @property
     def casts_weights(self) -> bool:
         return self.input_type in (torch.float16, torch.bfloat16)
+
+    def sync(self) -> None:
+        for masters in self.masters:
+            masters.sync()
 
 
 def cast_of(model: nn.Module) -> ModelCast | None:
@@ -57,34 +58,45 @@ def cast_of(model: nn.Module) -> ModelCast | None:
 def wrap_model(model: nn.Module, cast: ModelCast) -> None:
     """Makes `model` an amp model, in place; see `ModelCast`."""
     cast.instance_forward = model.__dict__.pop("forward", None)
-    model._amp_cast = cast
-    model.__class__ = generate_class(type(model), "model", _namespace)
+    _adopt(model, cast, generate_class(type(model), "model", _namespace))
+    _feed_scripted_modules_fp32(model)
+
+
+def _adopt(model: nn.Module, cast: ModelCast, generated: type) -> None:
+    # Past __setattr__, which models override.
+    model.__dict__["_amp_cast"] = cast
+    object.__setattr__(model, "__class__", generated)
 
 
 def unwrap_model(model: nn.Module) -> None:
     """Makes it an ordinary FP32 model again; weights that had masters get their exact values back."""
-    cast = model._amp_cast
+    cast = model.__dict__.pop("_amp_cast")
+    object.__setattr__(model, "__class__", base_of(model))
+    if cast.instance_forward is not None:
+        model.__dict__["forward"] = cast.instance_forward
     _remove_hooks(model)
+    for scripted in _scripted_modules(model):
+        scripted.__dict__.pop("forward", None)
+    cast.sync()
     for masters in cast.masters:
-        masters.sync()
         for parameter, master in zip(masters.model_params, masters.masters):
             parameter.data = master.data
         masters.detach()
     for tensor in (*model.parameters(), *model.buffers()):
         if cast.casts_weights and tensor.dtype == cast.input_type:
             tensor.data = tensor.data.float()
-    del model._amp_cast
-    model.__class__ = base_of(model)
-    if cast.instance_forward is not None:
-        model.forward = cast.instance_forward
 
 
 def _namespace(base: type) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cast = self._amp_cast
-        if not torch.compiler.is_compiling() and "_is_replica" not in self.__dict__:
-            cast.before_forward()
+        if cast is None:
+            return base.forward(self, *args, **kwargs)
+        if cast.masters and not torch.compiler.is_compiling() and "_is_replica" not in self.__dict__:
+            if not cast.is_checked:
+                _check_not_sharded(self, cast)
+            cast.sync()
         if cast.input_type is not None:
             args, kwargs = cast_floating(args, cast.input_type), cast_floating(kwargs, cast.input_type)
         with cast_scope(cast.cast_type, forward=True):
@@ -96,65 +108,142 @@ def _namespace(base: type) -> dict[str, Any]:
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         moved = base._apply(self, *args, **kwargs)
-        for masters in self._amp_cast.masters:
-            masters.follow()
-        refresh_cast_devices()
+        if self._amp_cast is not None:
+            for masters in self._amp_cast.masters:
+                masters.follow()
+            refresh_cast_devices()
         return moved
 
-    def __reduce_ex__(self: nn.Module, protocol: int) -> tuple:
-        make, arguments, state, *rest = base.__reduce_ex__(self, protocol)
-        arguments = tuple(base if argument is type(self) else argument for argument in arguments)
-        if make is copyreg.__newobj__:  # pickle insists that its class be the object's own
-            make, arguments = copyreg._reconstructor, (base, object, None)
-        if _is_plain_on_disk(self):
-            return make, arguments, {name: value for name, value in state.items() if name != "_amp_cast"}, *rest
-        return _rebuild, (base, make, arguments), state, *rest
-
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        if hasattr(base, "__deepcopy__"):
-            return base.__deepcopy__(self, memo)
-        make, arguments, *rest = base.__reduce_ex__(self, 4)
-        return copy._reconstruct(self, memo, make, arguments, *rest)
+        return _copied(self, base, memo)
 
-    return {"forward": forward, "_apply": _apply, "__reduce_ex__": __reduce_ex__, "__deepcopy__": __deepcopy__}
+    def __copy__(self: nn.Module) -> nn.Module:
+        return _copied(self, base, None)
+
+    def __reduce_ex__(self: nn.Module, protocol: int) -> tuple:
+        return _reduced(self, base, protocol)
+
+    namespace = {"forward": forward, "_apply": _apply, "__deepcopy__": __deepcopy__, "__copy__": __copy__,
+                 "__reduce_ex__": __reduce_ex__, "_amp_cast": None}
+    if getattr(base, "cls_to_become", None) is not None:  # a lazy module changes its class at its first forward
+        namespace["cls_to_become"] = generate_class(base.cls_to_become, "model", _namespace)
+    return namespace
 
 
-def _is_plain_on_disk(model: nn.Module) -> bool:
-    """At O0, O1 and O4 the weights are untouched, so a pickle holds a plain model that loads without this package."""
-    return not model._amp_cast.casts_weights and model._amp_cast.instance_forward is None
+def _feed_scripted_modules_fp32(model: nn.Module) -> None:
+    """TorchScript runs no patched functions, so where those cast, a scripted module inside must get what its FP32 weights need."""
+    if model._amp_cast.cast_type is not None:
+        for scripted in _scripted_modules(model):
+            # Not through __setattr__, which would ask the compiler, nor a hook, which a scripted module can't have.
+            scripted.__dict__["forward"] = functools.partial(_forward_in_fp32, scripted)
 
 
-def _rebuild(base: type, make: Callable, arguments: tuple) -> nn.Module:
-    model = make(*arguments)
-    model.__class__ = generate_class(base, "model", _namespace)
-    return model
+def _forward_in_fp32(scripted: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = cast_floating((args, kwargs), torch.float32)
+    return scripted.__getattr__("forward")(*args, **kwargs)  # past the instance's own
+
+
+def _scripted_modules(model: nn.Module) -> list[torch.jit.ScriptModule]:
+    return [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+
+
+def _check_not_sharded(model: nn.Module, cast: ModelCast) -> None:
+    if any("_is_fsdp_managed_module" in module.__dict__ for module in model.modules()):
+        raise RuntimeError("fully_shard replaced the low-precision parameters that amp.initialize made, so their FP32 masters can't be "
+                           "trained: use opt_level='O1' or 'O4' with fully_shard.")
+    cast.is_checked = True
+
+
+# --- copies and pickles -----------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def _as_plain(model: nn.Module, base: type) -> Iterator[ModelCast]:
+    """Shows the class and attributes that the model's author wrote, whose own copying and pickling code then does its work."""
+    cast, generated = model.__dict__.pop("_amp_cast"), type(model)
+    object.__setattr__(model, "__class__", base)
+    try:
+        yield cast
+    finally:
+        _adopt(model, cast, generated)
+
+
+def _copied(model: nn.Module, base: type, memo: dict[int, Any] | None) -> nn.Module:
+    """A copy, deep where there is a memo: an amp model like the original, with masters of its own when it is deep."""
+    if model._amp_cast is None:  # of a user's subclass of a generated class
+        return copy._reconstruct(model, memo, *base.__reduce_ex__(model, 4))
+    model._amp_cast.sync()
+    copier = copy.copy if memo is None else functools.partial(copy.deepcopy, memo=memo)
+    with _as_plain(model, base) as cast:
+        duplicate = copier(model)
+        # A model's own __deepcopy__ may have made a fresh FP32 model, which stays one.
+        duplicate_cast = copier(cast) if _dtypes(duplicate) == _dtypes(model) else None
+    if duplicate_cast is not None:
+        _adopt(duplicate, duplicate_cast, generate_class(base_of(duplicate), "model", _namespace))
+        _feed_scripted_modules_fp32(duplicate)
+        for setup in process.alive:
+            if any(ref() is model for ref in setup.models):
+                setup.watch(duplicate)
+                _warn_of_half_averages(setup, cast)
+    return duplicate
+
+
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    return [parameter.dtype for parameter in model.parameters()]
+
+
+def _warn_of_half_averages(setup: Any, cast: ModelCast) -> None:
+    frame = sys._getframe()
+    while cast.casts_weights and frame is not None:
+        if frame.f_code is AveragedModel.__init__.__code__:
+            setup.warn(f"AveragedModel averages the {cast.input_type} parameters of this model, which can't follow small updates. Keep "
+                       "an average of model.state_dict() instead, whose values are the FP32 masters")
+        frame = frame.f_back
+
+
+def _reduced(model: nn.Module, base: type, protocol: int) -> tuple:
+    """At O0, O1 and O4 the weights are untouched, and the pickle holds the plain model: it loads without this package."""
+    if model._amp_cast is None:
+        return base.__reduce_ex__(model, protocol)
+    model._amp_cast.sync()
+    with _as_plain(model, base) as cast:
+        make, arguments, *rest = model.__reduce_ex__(protocol)
+        if rest and rest[0] is model.__dict__:
+            rest[0] = dict(rest[0])
+    if make is copyreg.__newobj__:  # pickle insists that its class be the object's own
+        make = arguments[0].__new__
+    if cast.casts_weights and rest:
+        return make, arguments, (rest[0], cast), None, None, _restore
+    if cast.instance_forward is not None and rest and isinstance(rest[0], dict):
+        rest[0].setdefault("forward", cast.instance_forward)
+    return make, arguments, *rest
+
+
+def _restore(model: nn.Module, state: tuple[Any, ModelCast]) -> None:
+    plain_state, cast = state
+    model.__setstate__(plain_state)
+    _adopt(model, cast, generate_class(type(model), "model", _namespace))
 
 
 # --- casting a model's own tensors ------------------------------------------------------------------------------------
 
-def cast_weights(model: nn.Module, dtype: torch.dtype, stays_fp32: Callable[[str, nn.Module], bool],
+def cast_weights(model: nn.Module, dtype: torch.dtype, fp32_modules: set[nn.Module],
                  fp32_values: dict[torch.Tensor, torch.Tensor]) -> None:
     """Casts floating parameters and float32 buffers to `dtype`, in place; float64, integer and complex buffers are left.
 
-    Modules for which `stays_fp32(name, module)` stay FP32 with all that is inside them. `fp32_values` receives the FP32
-    value that each cast parameter had, uncopied.
+    What belongs to `fp32_modules` stays as it is. `fp32_values` receives the FP32 value that each cast parameter had, uncopied.
     """
-    kept: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if stays_fp32(name, module):
-            kept.update(module.modules())
     for module in model.modules():
-        if module in kept:
+        if module in fp32_modules:
             continue
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 if not isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-                    fp32_values.setdefault(parameter, parameter.detach().float())
+                    fp32_values.setdefault(parameter, parameter.data.float())
                 parameter.grad = None
                 parameter.data = parameter.data.to(dtype)
-        for name, buffer in module._buffers.items():
+        for buffer in module._buffers.values():
             if buffer is not None and buffer.dtype in (torch.float32, torch.float16, torch.bfloat16):
-                module._buffers[name] = buffer.to(dtype)
+                buffer.data = buffer.data.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
@@ -165,20 +254,13 @@ def keep_module_fp32(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(_CastOutput(dtype))
 
 
-def serve_fp32_state_dict(model: nn.Module) -> None:
-    """Lets state_dict() and load_state_dict() of the model and of all its submodules speak FP32."""
-    for module in model.modules():
-        module._register_state_dict_hook(state_dict_hook)
-        module.register_load_state_dict_pre_hook(load_state_dict_pre_hook)
-
-
 def _remove_hooks(model: nn.Module) -> None:
-    ours = (state_dict_hook, load_state_dict_pre_hook)
     for module in model.modules():
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks,
                       module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                if getattr(hook, "hook", hook) in ours or isinstance(hook, (_CastInputs, _CastOutput)):
+                function = getattr(hook, "hook", hook)  # torch wraps a load_state_dict pre-hook
+                if isinstance(getattr(function, "__self__", function), (FP32StateDict, _CastInputs, _CastOutput)):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -205,21 +287,20 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor in it cast to `dtype`; what holds none comes back as the same object.
 
     Looks into tuples, namedtuples, lists, mappings and dataclasses, and keeps their class; the caller's containers are not
-    changed. Another object with a `to` method is asked for `to(dtype)`. Raises TypeError where that returns None.
+    changed. Another object with a `to` method is asked for `to(dtype)`. Raises TypeError where that fails or returns None.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module)):
+    if value is None or isinstance(value, (str, bytes, int, float, complex, type, nn.Module)):
         return value
     if isinstance(value, Mapping):
         return _cast_mapping(value, dtype)
-    if hasattr(value, "to") and not isinstance(value, type):
+    if hasattr(value, "to"):
         return _cast_by_its_own_to(value, dtype)
     if isinstance(value, (tuple, list)):
         return _cast_sequence(value, dtype)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_changes(value, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)
-                                     if hasattr(value, field.name)}, dtype, object.__setattr__)
+    if dataclasses.is_dataclass(value):
+        return _cast_dataclass(value, dtype)
     return value
 
 
@@ -227,52 +308,78 @@ def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
     items = [cast_floating(item, dtype) for item in value]
     if all(new is old for new, old in zip(items, value)):
         return value
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list) or hasattr(value, "n_fields"):  # n_fields: torch.return_types and their like
         return type(value)(items)
-    if hasattr(value, "_make"):
-        return type(value)._make(items)
     if isinstance(value, list):
-        duplicate = copy.copy(value)
+        duplicate = _copy_with_containers(value)
         duplicate[:] = items
         return duplicate
-    return type(value)(items)
+    duplicate = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        duplicate.__dict__.update(value.__dict__)
+    return duplicate
 
 
 def _cast_mapping(value: Mapping, dtype: torch.dtype) -> Mapping:
+    items = {key: cast_floating(item, dtype) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
     if type(value) is dict:
-        items = {key: cast_floating(item, dtype) for key, item in value.items()}
-        return items if any(items[key] is not value[key] for key in items) else value
-    try:
-        return _with_changes(value, dict(value.items()), dtype, lambda duplicate, key, item: duplicate.__setitem__(key, item))
-    except (AttributeError, TypeError):  # an immutable mapping
-        return type(value)({key: cast_floating(item, dtype) for key, item in value.items()})
+        return items
+    if not hasattr(type(value), "__setitem__"):
+        return type(value)(items)
+    duplicate = _copy_with_containers(value)
+    for key, item in changed.items():
+        duplicate[key] = item
+    return duplicate
 
 
-def _with_changes(value: Any, items: dict, dtype: torch.dtype, assign: Callable[[Any, Any, Any], None]) -> Any:
-    """`value`, or a shallow copy in which the items that casting changed are replaced."""
-    changed = {key: new for key, item in items.items() if (new := cast_floating(item, dtype)) is not item}
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    changed = {name: new for name, item in items.items() if (new := cast_floating(item, dtype)) is not item}
     if not changed:
         return value
     duplicate = copy.copy(value)
-    for key, item in changed.items():
-        assign(duplicate, key, item)
+    for name, item in changed.items():
+        object.__setattr__(duplicate, name, item)  # frozen ones too
     return duplicate
 
 
 def _cast_by_its_own_to(value: Any, dtype: torch.dtype) -> Any:
-    """`value.to(dtype)`, on a shallow copy, since many such methods change the object and return it.
-
-    Some batch classes forward whatever they are given to every tensor they hold; integer tensors among their attributes
-    are put back.
-    """
-    before = dict(getattr(value, "__dict__", {}))
-    cast = copy.copy(value).to(dtype)
+    """`value.to(dtype)`, on a copy, since many such methods change the object and return it."""
+    try:
+        with _FloatingOnly():
+            cast = _copy_with_containers(value).to(dtype)
+    except Exception as error:
+        raise TypeError(f"{type(value).__name__}.to({dtype}) failed ({error}): a batch class given to an amp model must take a dtype in its "
+                        "`to` method (or be a tuple, list, dict or dataclass, which need no method)") from error
     if cast is None:
         raise TypeError(f"{type(value).__name__}.to({dtype}) returned None: a batch class given to an amp model must return the cast "
                         "batch from its `to` method (or be a tuple, list, dict or dataclass, which need no method)")
-    for name, old in before.items():
-        new = getattr(cast, name, None)
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-            if new.is_floating_point() and not old.is_floating_point():
-                setattr(cast, name, old)
     return cast
+
+
+class _FloatingOnly(TorchFunctionMode):
+    """Inside it Tensor.to leaves integer, bool and complex tensors alone: many batch classes hand a dtype on to all they hold."""
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.Tensor.to and not args[0].is_floating_point():
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def _copy_with_containers(value: Any) -> Any:
+    """A shallow copy that shares no plain dict or list with `value`, so that filling the one leaves the other alone."""
+    duplicate = copy.copy(value)
+    for name, item in getattr(duplicate, "__dict__", {}).items():
+        duplicate.__dict__[name] = _copy_plain_containers(item)
+    return duplicate
+
+
+def _copy_plain_containers(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copy_plain_containers(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copy_plain_containers(item) for item in value]
+    return value

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -139,14 +141,20 @@ def install() -> None:
     with _lock:
         if _patches is not None:
             return
-        _patches = _Patches()
-        _patch_names(_patches)
-        for (owner, name), (policy, cast_type) in _registered.items():
-            _patch_registered(_patches, owner, name, policy, cast_type)
-        _rebind_early_bound(_patches)
-        integrations.install(_patches.replace, lifted)
-        traced_casts.install()
+        patches = _Patches()
+        try:
+            _patch_names(patches)
+            for (owner, name), (policy, cast_type) in _registered.items():
+                _patch_registered(patches, owner, name, policy, cast_type)
+            _rebind_early_bound(patches)
+            integrations.patch(patches.replace, lifted)
+        except BaseException:
+            patches.restore()
+            raise
         _C.set_saturate_hook(_warn_saturated)
+        gc.callbacks.append(integrations.free_deleted_models)
+        traced_casts.install()
+        _patches = patches
 
 
 def uninstall() -> None:
@@ -157,7 +165,7 @@ def uninstall() -> None:
             return
         _patches.restore()
         _patches = None
-        integrations.uninstall()
+        gc.callbacks.remove(integrations.free_deleted_models)
         traced_casts.uninstall()
         _C.set_default_cast_type(None)
         _C.clear_weight_cache()
@@ -189,10 +197,10 @@ def _patch_names(patches: _Patches) -> None:
             if (owner, name) in _registered:
                 continue
             original = getattr(owner, name)
-            if not callable(original):  # torch.fft, the module
-                continue
             policy, message = policies[name]
-            if policy == "untracked_write" and owner is not torch.Tensor:
+            if (not callable(original)  # torch.fft, the module
+                    or owner is torch.nn.functional and name in cast_lists.FORWARDING
+                    or owner is not torch.Tensor and policy == "untracked_write"):
                 continue
             patches.replace(owner, name, _cast_function(owner, name, original, policy, message))
     rnn = torch.nn.modules.rnn
@@ -216,15 +224,20 @@ def _rebind_early_bound(patches: _Patches) -> None:
                 with contextlib.suppress(AttributeError, TypeError):  # read-only classes and modules
                     patches.replace(owner, name, functions[id(value)])
 
-    for module in list(sys.modules.values()):
-        if not isinstance(module, type(sys)) or is_internal(getattr(module, "__name__", "")):
-            continue
+    for module in user_modules():
         rebind(module)
         for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
+            if issubclass(type(value), type) and vars(value).get("__module__") == vars(module)["__name__"]:
                 rebind(value)
     for module in _C.instances_in(gc.get_objects(), torch.nn.Module):
         rebind(module)
+
+
+def user_modules() -> Iterator[types.ModuleType]:
+    """The loaded modules outside torch, this package and the standard library; reads none of their attributes."""
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), types.ModuleType) and not is_internal(vars(module).get("__name__") or ""):
+            yield module
 
 
 def is_internal(module_name: str) -> bool:
@@ -248,10 +261,29 @@ def _wrap_descriptor(raw: Any, wrap: Callable[[Any], Any]) -> Any:
     return wrap(raw)
 
 
+def _bindable(original: Any, policy: str, cast_type: torch.dtype | None) -> Any:
+    """A CastFunction of a user's function, inside a Python function where the original is one.
+
+    A class may hold it as a method: torch.compile binds Python functions only.
+    """
+    function = _C.cast_function(original, policy, cast_type=cast_type)
+    if not isinstance(original, types.FunctionType):
+        return function
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _patch_registered(patches: _Patches, owner: Any, name: str, policy: str, cast_type: torch.dtype | None) -> None:
-    raw = inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
-    patches.replace(owner, name, _wrap_descriptor(
-        raw, lambda original: _cast_function(owner, name, original, policy, cast_type=cast_type)))
+    if isinstance(owner, type) and owner is not torch.Tensor:
+        raw = inspect.getattr_static(owner, name)
+        replacement = _wrap_descriptor(raw, lambda original: _bindable(original, policy, cast_type))
+    else:
+        replacement = _cast_function(owner, name, getattr(owner, name), policy, cast_type=cast_type)
+    patches.replace(owner, name, replacement)
 
 
 def _register(owner: Any, name: str, policy: str, cast_type: torch.dtype | None = None) -> None:
@@ -268,11 +300,7 @@ def _register(owner: Any, name: str, policy: str, cast_type: torch.dtype | None 
 
 
 def _decorate(function: F, policy: str, cast_type: torch.dtype | None = None) -> F:
-    def wrap(original: Any) -> Any:
-        qualname = getattr(original, "__qualname__", "<locals>")
-        location = None if "<locals>" in qualname else f"{original.__module__}:{qualname}"
-        return _C.cast_function(original, policy, location=location, cast_type=cast_type)
-    return _wrap_descriptor(function, wrap)
+    return _wrap_descriptor(function, lambda original: _bindable(original, policy, cast_type))
 
 
 def half_function(fn: F) -> F:

@@ -115,10 +115,11 @@ def _first_line(text: str | None) -> str:
 
 
 def write_json(results: Sequence[LevelResult], command: Sequence[str], path: str) -> None:
-    """{"command", "machine", "torch", "levels": [summary + "series"]}; numbers that aren't finite are written as null."""
+    """{"command", "machine", "torch", "levels": [summary + "series"]}; numbers that aren't finite become null."""
+    processor = platform.processor() or platform.machine()
     report = {
         "command": list(command),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
         "torch": torch.__version__,
         "levels": [{**result.summary(), "series": result.iterations} for result in results],
     }
@@ -157,7 +158,9 @@ def write_picture(results: Sequence[LevelResult], path: str) -> bool:
     for color, result in enumerate(results):
         for number, loss_id in enumerate(result.loss_ids):
             label = result.opt_level if len(result.loss_ids) == 1 else f"{result.opt_level} loss {loss_id}"
-            style = dict(color=f"C{color}", linestyle=("-", "--", ":", "-.")[number % 4], label=label)
+            # Later levels are thinner, so that curves that agree all stay visible.
+            style: dict[str, Any] = dict(color=f"C{color}", linestyle=("-", "--", ":", "-.")[number % 4], label=label,
+                                         linewidth=1.5 * (len(results) - color), alpha=0.7)
             loss_axes.plot(result.losses(loss_id), **style)
             scale_axes.plot([iteration["loss_scale"][loss_id] for iteration in result.iterations
                              if loss_id in iteration["loss_scale"]], **style)

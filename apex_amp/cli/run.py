@@ -11,6 +11,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Sequence
+from typing import cast
 
 from .. import legacy, legacy_torch
 
@@ -87,7 +88,7 @@ def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
     if is_module:
         run, first_path = functools.partial(_run_module, target), os.getcwd()
     elif is_container:
-        run, first_path = functools.partial(_run_module, "__main__", alter_argv=False), target
+        run, first_path = functools.partial(_run_module, "__main__", alter_argv=False), os.path.abspath(target)
     elif os.path.isfile(target):
         run, first_path = functools.partial(_run_file, target), os.path.dirname(os.path.realpath(target))
     else:
@@ -95,9 +96,10 @@ def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
         print(f"{sys.executable}: can't open file {os.path.abspath(target)!r}: [Errno 2] No such file or directory",
               file=sys.stderr)
         sys.exit(2)
-    if not sys.flags.safe_path:
+    is_safe_path = getattr(sys.flags, "safe_path", False)  # -P and PYTHONSAFEPATH, since Python 3.11
+    if not is_safe_path:
         sys.path.pop(0)
-    if is_container or not sys.flags.safe_path:
+    if is_container or not is_safe_path:
         sys.path.insert(0, first_path)
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -119,7 +121,7 @@ def _run_file(path: str) -> None:
     main.__cached__ = None  # type: ignore[attr-defined]
     if path.endswith(".pyc"):
         main.__loader__ = importlib.machinery.SourcelessFileLoader("__main__", main.__file__)
-        code = main.__loader__.get_code("__main__")
+        code = cast(types.CodeType, main.__loader__.get_code("__main__"))
     else:
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
         with open(path, "rb") as file:

@@ -277,7 +277,8 @@ void check_race(Cell& cell, const Access& now, bool write, const char* space) {
   if (write) {
     cell.write = now;
   } else {
-    if (cell.reads[0].thread != now.thread) cell.reads[1] = cell.reads[0];
+    const Access& last = cell.reads[0];
+    if (last.thread != now.thread || last.block != now.block) cell.reads[1] = last;
     cell.reads[0] = now;
   }
 }

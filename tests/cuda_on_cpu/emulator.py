@@ -127,6 +127,66 @@ class Emulator:
                       _pointer(per_tensor))
         return total, per_tensor
 
+    def multi_tensor_check(self, tensors, found_inf, per_tensor=None) -> None:
+        with self.buffers(tensors, [found_inf, per_tensor]):
+            self.call("driver_check", *_table([tensors]), _pointer(found_inf), _pointer(per_tensor))
+
+    # The optimizers' rules, with the arguments of multi_tensor_updates.
+
+    def multi_tensor_adam(self, grads, params, exp_avgs, exp_avg_sqs, steps, model_params, found_inf, inv_scale, lr,
+                          beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction) -> None:
+        factors = self._count_adam(steps, found_inf, beta1, beta2, bias_correction)
+        self._update("driver_adam", [grads], [params, exp_avgs, exp_avg_sqs], model_params, found_inf, inv_scale,
+                     [lr, beta1, beta2, eps, weight_decay, adam_w_mode], factors)
+
+    def multi_tensor_sgd(self, grads, params, momentum_buffers, model_params, found_inf, inv_scale, *options) -> None:
+        self._update("driver_sgd", [grads], [params, momentum_buffers], model_params, found_inf, inv_scale, options)
+
+    def multi_tensor_lamb(self, grads, params, exp_avgs, exp_avg_sqs, steps, model_params, found_inf, inv_scale, lr,
+                          grad_norm, beta1, beta2, *options) -> None:
+        factors = self._count_adam(steps, found_inf, beta1, beta2, bias_correction=options[3])
+        table = _table([grads])
+        self.library.driver_norm_scratch_size.restype = ctypes.c_int64
+        scratch = torch.full((2 * self.library.driver_norm_scratch_size(*table),), torch.nan, dtype=torch.float64)
+        sums = torch.zeros(2 * len(grads), dtype=torch.float64)
+        self._update("driver_lamb", [grads], [params, exp_avgs, exp_avg_sqs], model_params, found_inf, inv_scale,
+                     [lr, grad_norm, beta1, beta2, *options], factors, scratch, sums)
+
+    def multi_tensor_novograd(self, grads, params, exp_avgs, averaged_norms, steps, model_params, found_inf, inv_scale,
+                              lr, grad_norms, beta1, beta2, eps, weight_decay, bias_correction, grad_averaging,
+                              reg_inside_moment, l2_norm, init_zero) -> None:
+        factors = torch.full((len(steps), 2), torch.nan)
+        with self.buffers([found_inf, inv_scale, grad_norms], [*steps, *averaged_norms, factors]):
+            self.call("driver_count_novograd", *_table([steps, averaged_norms]), _pointer(found_inf),
+                      _pointer(inv_scale), _pointer(grad_norms), ctypes.c_double(beta1), ctypes.c_double(beta2),
+                      ctypes.c_double(eps), bias_correction, init_zero, l2_norm, _pointer(factors))
+        self._update("driver_novograd", [grads], [params, exp_avgs], model_params, found_inf, inv_scale,
+                     [lr, beta1, weight_decay, reg_inside_moment], factors)
+
+    def multi_tensor_adagrad(self, grads, params, sums, steps, model_params, found_inf, inv_scale, lr, lr_decay, eps,
+                             weight_decay, adagrad_w_mode) -> None:
+        factors = torch.full((len(steps), 2), torch.nan)
+        with self.buffers([found_inf], [*steps, factors]):
+            self.call("driver_count_adagrad", *_table([steps]), _pointer(found_inf), ctypes.c_double(lr_decay),
+                      _pointer(factors))
+        self._update("driver_adagrad", [grads], [params, sums], model_params, found_inf, inv_scale,
+                     [lr, eps, weight_decay, adagrad_w_mode], factors)
+
+    def _count_adam(self, steps, found_inf, beta1, beta2, bias_correction) -> Tensor:
+        factors = torch.full((len(steps), 2), torch.nan)
+        with self.buffers([found_inf], [*steps, factors]):
+            self.call("driver_count_adam", *_table([steps]), _pointer(found_inf), ctypes.c_double(beta1),
+                      ctypes.c_double(beta2), bias_correction, _pointer(factors))
+        return factors
+
+    def _update(self, name, reads, writes, model_params, found_inf, inv_scale, options, factors=None, *scratch) -> None:
+        writes = writes if model_params is None else [*writes, model_params]
+        numbers = (ctypes.c_double * len(options))(*map(float, options))
+        options_tensor = torch.frombuffer(numbers, dtype=torch.float64)
+        with self.buffers([*sum(reads, []), found_inf, inv_scale, factors, options_tensor], [*sum(writes, []), *scratch]):
+            self.call(name, *_table([*reads, *writes]), model_params is not None, _pointer(found_inf),
+                      _pointer(inv_scale), numbers, _pointer(factors), *map(_pointer, scratch))
+
     def update_scale_(self, scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval,
                       min_scale, max_scale) -> None:
         with self.buffers([found_inf], [scale, growth_tracker]):

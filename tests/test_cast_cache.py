@@ -1,0 +1,296 @@
+"""The weight cache: one cast per iteration, never a stale one, and nothing kept alive."""
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex_amp import _C
+from apex_amp.amp import cast_state
+from cast_fixtures import casts
+
+pytestmark = pytest.mark.usefixtures(casts.__name__)
+
+HALF = torch.float16
+
+
+def made(work: Callable[[], object]) -> int:
+    """How many casts `work` makes."""
+    before = _C.cast_counters()["casts"]
+    work()
+    return _C.cast_counters()["casts"] - before
+
+
+def entries() -> int:
+    return _C.cast_counters()["cache_entries"]
+
+
+def forward() -> object:
+    return cast_state.cast_scope(HALF, forward=True)
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.arange(16.0).reshape(4, 4))
+
+
+X = torch.eye(4).half()
+
+
+def test_a_parameter_is_cast_once_over_several_forwards(weight: nn.Parameter) -> None:
+    def three_forwards() -> None:
+        for _ in range(3):
+            with forward():
+                F.linear(X, weight)
+                X @ weight
+    assert made(three_forwards) == 1
+    cast_state.clear_weight_cache()
+    assert made(three_forwards) == 1
+
+
+def test_gradients_of_shared_casts_add_up(weight: nn.Parameter) -> None:
+    (F.linear(X, weight).float().sum() + (X @ weight).float().sum()).backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    assert torch.equal(weight.grad, torch.full((4, 4), 2.0))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.ones(4, 4),  # no gradient
+    lambda: nn.Parameter(torch.ones(4, 4)) * 1,  # not a leaf
+    lambda: torch.ones(4, 4, requires_grad=True).as_subclass(type("Sub", (torch.Tensor,), {})),
+    lambda: nn.Parameter(torch.ones(4, 4).bfloat16()),
+])
+def test_what_is_never_cached(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    assert made(lambda: F.linear(X, tensor)) >= 0 and entries() == 0
+    assert torch.equal(F.linear(X, tensor), F.linear(X, tensor))
+
+
+def writes() -> dict[str, Callable[[nn.Parameter], object]]:
+    def in_no_grad(write: Callable[[nn.Parameter], object]) -> Callable[[nn.Parameter], object]:
+        return lambda p: torch.no_grad()(write)(p)
+
+    def kept_data(p: nn.Parameter) -> None:
+        data = p.data
+        F.linear(X, p)
+        data.fill_(7.0)
+
+    def through_numpy(p: nn.Parameter) -> None:
+        p.detach().numpy()[:] = 7.0
+
+    def flat_buffer(p: nn.Parameter) -> None:
+        flat = torch.zeros(32)
+        p.data = flat[:16].view(4, 4)
+        F.linear(X, p)
+        flat.fill_(7.0)
+
+    def through_storage(p: nn.Parameter) -> None:
+        torch.tensor([], dtype=torch.float32).set_(p.untyped_storage()).fill_(7.0)
+
+    return {
+        "copy_": in_no_grad(lambda p: p.copy_(torch.full((4, 4), 7.0))),
+        "fill_": in_no_grad(lambda p: p.fill_(7.0)),
+        "foreach": in_no_grad(lambda p: torch._foreach_add_([p], 1.0)),
+        "detach": lambda p: p.detach().fill_(7.0),
+        "data.copy_": lambda p: p.data.copy_(torch.full((4, 4), 7.0)),
+        "data.mul_": lambda p: p.data.mul_(2.0).add_(1.0),
+        "data =": lambda p: setattr(p, "data", torch.full((4, 4), 7.0)),
+        "detach().data": lambda p: p.detach().data.fill_(7.0),
+        "kept data": kept_data,
+        "numpy": through_numpy,
+        "flat buffer": flat_buffer,
+        "storage": through_storage,
+        "optimizer": lambda p: (setattr(p, "grad", torch.ones(4, 4)), torch.optim.SGD([p], lr=1.0).step()),
+        "load_state_dict": lambda p: nn.ParameterList([p]).load_state_dict({"0": torch.full((4, 4), 7.0)}),
+        "set_": in_no_grad(lambda p: p.set_(torch.full((4, 4), 7.0))),
+    }
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("scoped", [False, True])
+@pytest.mark.parametrize("write", writes())
+def test_a_written_parameter_is_cast_anew(weight: nn.Parameter, write: str, scoped: bool, grad: bool) -> None:
+    def run() -> torch.Tensor:
+        if not scoped:
+            return F.linear(X, weight).detach()
+        with forward():
+            return F.linear(X, weight).detach()
+
+    with torch.set_grad_enabled(grad):
+        before = run()
+        writes()[write](weight)
+        after = run()
+    assert torch.equal(after, weight.detach().half().t())
+    assert not torch.equal(after, before)
+
+
+def test_a_holder_of_the_storage_bounds_entries_to_one_forward(weight: nn.Parameter) -> None:
+    view = weight.detach()
+    with forward():
+        assert made(lambda: (F.linear(X, weight), F.linear(X, weight))) == 1
+    with forward():
+        assert made(lambda: F.linear(X, weight)) == 1
+    del view
+    cast_state.clear_weight_cache()
+    with forward():
+        F.linear(X, weight)
+    view = weight.detach()  # since the entry was made
+    with forward():
+        assert made(lambda: F.linear(X, weight)) == 1
+    assert view is not None
+
+
+def test_without_grad_entries_live_in_one_outermost_forward(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        with forward():
+            with forward():
+                assert made(lambda: F.linear(X, weight)) == 1
+            assert made(lambda: F.linear(X, weight)) == 0
+            assert entries() == 1
+        assert entries() == 0
+        assert made(lambda: (F.linear(X, weight), F.linear(X, weight))) == 2
+        assert entries() == 0
+
+
+def test_grad_modes_do_not_share_casts(weight: nn.Parameter) -> None:
+    with forward():
+        with torch.inference_mode():
+            assert F.linear(X, weight).is_inference()
+        with torch.no_grad():
+            assert not F.linear(X, weight).requires_grad
+        result = F.linear(X, weight)
+        result.float().sum().backward()
+    assert weight.grad is not None
+
+
+def test_an_inference_parameter_is_not_cached() -> None:
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.ones(4, 4))
+        F.linear(X, weight)
+    assert entries() == 0
+
+
+def test_a_frozen_then_thawed_parameter_gets_its_gradient(weight: nn.Parameter) -> None:
+    weight.requires_grad_(False)
+    F.linear(X, weight)
+    weight.requires_grad_(True)
+    F.linear(X, weight).float().sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_deleted_model_is_freed_by_the_collector(grad: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.set_grad_enabled(grad), forward():
+        model(X)
+    model.itself = [model]  # a cycle: only the collector can free it
+    watched = [weakref.ref(model), weakref.ref(model[0].weight)]
+    del model
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+
+
+def test_casts_are_freed_when_the_cache_is_cleared(weight: nn.Parameter) -> None:
+    F.linear(X, weight)
+    assert entries() == 1
+    cast_state.clear_weight_cache()
+    watched = weakref.ref(weight)
+    assert entries() == 0 and watched() is weight
+
+
+def test_second_backward_through_cached_casts(weight: nn.Parameter) -> None:
+    """A graph freed by one backward must not be served to the next forward's casts."""
+    for count in (1, 2):
+        F.linear(X, weight).float().sum().backward()
+        assert weight.grad is not None and weight.grad.sum() == 16 * count
+
+
+def test_double_backward(weight: nn.Parameter) -> None:
+    x = (X.float() / 64).requires_grad_()
+    (gradient,) = torch.autograd.grad(F.linear(x, weight).float().tanh().sum(), x, create_graph=True)
+    gradient.pow(2).sum().backward()
+    assert weight.grad is not None and torch.isfinite(weight.grad).all()
+
+
+def test_transforms_and_fake_tensors_neither_read_nor_write_the_cache(weight: nn.Parameter) -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    cast_state.clear_weight_cache()
+    torch.func.vmap(lambda w: F.linear(X, w))(weight.detach().expand(2, 4, 4))
+    torch.func.grad(lambda w: F.linear(X, w).float().sum())(weight)
+    torch.func.functional_call(nn.Linear(4, 4, bias=False), {"weight": weight * 1}, (X,))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert F.linear(mode.from_tensor(X), weight).dtype == HALF
+    make_fx(lambda x: F.linear(x, weight))(X)
+    torch.jit.trace(nn.Linear(4, 4), (X,))
+    assert entries() == 0
+    F.linear(X, weight)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert type(F.linear(mode.from_tensor(X), weight)).__name__ == "FakeTensor"
+
+
+def test_per_sample_gradients() -> None:
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).float().sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    torch.testing.assert_close(gradients["weight"], x[:, None].expand(3, 2, 4), rtol=1e-2, atol=1e-3)
+
+
+def test_forward_mode_derivatives(weight: nn.Parameter) -> None:
+    _, tangent = torch.func.jvp(lambda w: F.linear(X, w).float(), (weight.detach(),), (torch.ones(4, 4),))
+    assert torch.equal(tangent, torch.ones(4, 4))
+
+
+def test_threads_share_parameters_and_clear_in_between() -> None:
+    model = nn.Linear(4, 4)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for step in range(100):
+                model(X).float().sum().backward()
+                if step % 10 == 0:
+                    cast_state.clear_weight_cache()
+        except BaseException as error:  # noqa: BLE001 (reported below)
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_memory_is_flat_over_iterations() -> None:
+    """Objects and reference counts, not bytes: those would need thousands of iterations to tell."""
+    import sys
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def iterate(count: int) -> None:
+        for _ in range(count):
+            with forward():
+                loss = model(torch.ones(2, 4)).float().softmax(-1).sum()
+            loss.backward()
+            cast_state.clear_weight_cache()
+
+    def state() -> list[int]:
+        gc.collect()
+        return [len(gc.get_objects()), sys.getrefcount(model[0].weight), sys.getrefcount(F.linear),
+                sys.getrefcount(F.linear.__wrapped__), sys.getrefcount(torch.float32), sys.getrefcount(torch.float16)]
+
+    iterate(20)
+    before = state()
+    iterate(200)
+    assert all(abs(now - then) < 20 for then, now in zip(before, state()))

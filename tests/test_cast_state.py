@@ -1,0 +1,195 @@
+"""Where casts are on: scopes, threads, backward, recompute, data workers; and the report."""
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex_amp.amp import cast_state
+from apex_amp.amp.cast_report import cast_report
+from cast_fixtures import casts
+
+pytestmark = pytest.mark.usefixtures(casts.__name__)
+
+HALF, FLOAT = torch.float16, torch.float32
+X = torch.eye(2)
+
+
+def dtype_here() -> torch.dtype:
+    return (X @ X).dtype
+
+
+def test_scopes_nest_and_survive_exceptions() -> None:
+    assert dtype_here() == HALF and cast_state.current_cast_type() == HALF
+    with cast_state.cast_scope(torch.bfloat16):
+        assert dtype_here() == torch.bfloat16
+        with pytest.raises(ZeroDivisionError), cast_state.disable_casts():
+            assert dtype_here() == FLOAT and cast_state.current_cast_type() is None
+            with cast_state.disable_casts():
+                assert dtype_here() == FLOAT
+            assert dtype_here() == FLOAT
+            raise ZeroDivisionError
+        assert dtype_here() == torch.bfloat16
+    assert dtype_here() == HALF
+
+
+def test_the_innermost_forward_decides_but_never_lifts_an_explicit_off() -> None:
+    with cast_state.cast_scope(None, forward=True):  # an O0 model's forward
+        assert dtype_here() == FLOAT
+        with cast_state.cast_scope(HALF, forward=True):  # an O1 model inside it
+            assert dtype_here() == HALF
+        assert dtype_here() == FLOAT
+    with cast_state.disable_casts(), cast_state.cast_scope(HALF, forward=True):
+        assert dtype_here() == FLOAT
+        with cast_state.cast_scope(HALF):  # explicit too, and further in
+            assert dtype_here() == HALF
+
+
+def test_bad_cast_types_are_refused() -> None:
+    for bad in (torch.float32, torch.int8, "float16", 1):
+        with pytest.raises(ValueError, match="float16, torch.bfloat16 or None, got"):
+            cast_state.cast_scope(bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="float16, torch.bfloat16 or None, got"):
+            cast_state.set_default_cast_type(bad)  # type: ignore[arg-type]
+
+
+def test_a_scope_object_serves_one_with_statement_at_a_time() -> None:
+    scope = cast_state.disable_casts()
+    with scope, pytest.raises(RuntimeError, match="entered already"):
+        with scope:
+            pass
+    with scope:
+        assert dtype_here() == FLOAT
+    assert dtype_here() == HALF
+
+
+def test_the_default_holds_in_every_thread_and_scopes_in_their_own() -> None:
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def sleeper() -> None:
+        with cast_state.disable_casts():
+            inside.set()
+            leave.wait(10)
+            seen.append(dtype_here())
+        seen.append(dtype_here())
+
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    inside.wait(10)
+    assert dtype_here() == HALF
+    leave.set()
+    thread.join()
+    assert seen == [FLOAT, HALF]
+
+
+class _Product(torch.autograd.Function):
+    seen: list[torch.dtype] = []
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        _Product.seen.append(dtype_here())
+        return gradient
+
+
+def test_the_backward_of_a_custom_function_casts_as_its_forward_did() -> None:
+    _Product.seen.clear()
+    x = torch.ones(2, requires_grad=True)
+    with cast_state.disable_casts():
+        off = _Product.apply(x)
+    on = _Product.apply(x)
+    with cast_state.disable_casts():
+        on.sum().backward()
+    off.sum().backward()
+    assert _Product.seen == [HALF, FLOAT]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_casts_as_the_forward_did(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    seen: list[torch.dtype] = []
+    block[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+
+    def gradients(saving: bool) -> list[torch.Tensor]:
+        cast_state.clear_weight_cache()
+        block.zero_grad()
+        with cast_state.cast_scope(torch.bfloat16, forward=True):
+            h = block(x)
+            h = checkpoint(block, h, use_reentrant=reentrant) if saving else block(h)
+        h.float().pow(2).sum().backward()
+        return [p.grad.clone() for p in block.parameters()]
+
+    expected = gradients(saving=False)
+    for saved, value in zip(gradients(saving=True), expected):
+        torch.testing.assert_close(saved, value, rtol=2e-2, atol=1e-3)
+    assert set(seen) == {torch.bfloat16} and len(seen) == 5
+
+
+class _Worker(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> bool:
+        return dtype_here() == FLOAT and cast_state.current_cast_type() is None
+
+
+def test_data_workers_run_plain_torch() -> None:
+    loader = torch.utils.data.DataLoader(_Worker(), num_workers=1, multiprocessing_context="fork")
+    assert all(bool(plain) for plain in loader)
+    assert dtype_here() == HALF
+
+
+def kept_as_default(x: torch.Tensor, activation: object = torch.exp) -> None:
+    """Holds the original of a patched function where patching does not look."""
+
+
+PARTIAL = functools.partial(torch.softmax, dim=-1)
+TABLE = {"tan": torch.tan}
+
+
+class _Reported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(2, 2), nn.LayerNorm(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.fc(self.fc(x))).softmax(-1)
+
+
+def test_the_report_names_functions_modules_types_and_casts() -> None:
+    report = cast_report(_Reported(), X)
+    rows = [(row.module, row.function.rpartition(".")[2], row.policy, row.outputs, row.casts, row.cache_hits)
+            for row in report.rows]
+    assert rows == [("fc", "linear", "low_precision", ("float16",), 3, 0),
+                    ("fc", "linear", "low_precision", ("float16",), 0, 2),
+                    ("norm", "layer_norm", "fp32", ("float32",), 1, 0),
+                    ("", "softmax", "fp32_by_dtype", ("float32",), 0, 0)]
+    assert report.rows[1].inputs == ("float16", "float32", "float32")
+    assert "low_precision" in str(report) and str(report).splitlines()[0].startswith("module")
+    places = "\n".join(report.unpatched)
+    assert "kept_as_default" in places and "functools.partial" in places and "test_cast_state.TABLE" in places
+
+
+def test_a_failing_forward_ends_the_report(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(RuntimeError):
+        cast_report(nn.Linear(2, 2), torch.ones(3, 5))
+    seen: list[object] = []
+    F.linear(X, X)
+    assert seen == [] and not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.fixture(autouse=True)
+def state_is_left_as_it_was() -> Iterator[None]:
+    yield
+    assert cast_state.current_cast_type() in (HALF, None)
