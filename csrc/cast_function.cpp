@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -60,8 +61,10 @@ struct ThreadState : Scoped {  // of the innermost CastScope
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
-  Scoped entry;          // what held outside the torch.autocast regions of the code being traced
-  int32_t traced_autocasts = 0;  // how many of those are entered
+  // The torch.autocast regions that code being traced has entered, by c10::DeviceType, and what held outside them.
+  std::array<uint8_t, 32> traced_autocasts{};
+  int32_t all_traced_autocasts = 0;
+  Scoped entry;
 };
 
 // initial-exec: one %fs-relative load instead of a call to __tls_get_addr.
@@ -860,7 +863,7 @@ struct CastScope {
   Scoped outer;
   bool forward;
   bool entered;
-  bool traced;      // a torch.autocast region of code that is being traced
+  uint8_t traced;   // 1 + the c10::DeviceType, for a torch.autocast region of code being traced; else 0
   uint32_t pauses;  // a bit per c10::DeviceType whose torch.autocast pauses inside
   uint32_t paused;  // those that were on
 };
@@ -914,7 +917,10 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   if (self->forward) enter_forward();
   Scoped& current = thread_state;
   self->outer = current;
-  if (self->traced && thread_state.traced_autocasts++ == 0) thread_state.entry = current;
+  if (self->traced) {
+    if (thread_state.all_traced_autocasts++ == 0) thread_state.entry = current;
+    ++thread_state.traced_autocasts[self->traced - 1];
+  }
   const bool stays_off = self->forward && !self->inner.region && current.held;
   if (!stays_off) current = self->inner;
   self->paused = self->pauses ? pause_autocast(self->pauses) : kNoDevices;
@@ -926,7 +932,10 @@ PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   self->entered = false;
   if (self->paused) resume_autocast(self->paused);
   static_cast<Scoped&>(thread_state) = self->outer;
-  if (self->traced) --thread_state.traced_autocasts;
+  if (self->traced) {
+    --thread_state.all_traced_autocasts;
+    --thread_state.traced_autocasts[self->traced - 1];
+  }
   if (self->forward) leave_forward();
   Py_RETURN_NONE;
 }
@@ -1004,11 +1013,13 @@ PyObject* autocast_scope(PyObject*, PyObject* args) {
   int traced;
   uint32_t device;
   if (!PyArg_ParseTuple(args, "Op", &device_type, &traced) || !parse_device_type(device_type, &device)) return nullptr;
-  if (cast_type_on(device) == kOff) return make_scope(thread_state, false, kNoDevices);
-  Scoped inner = scoped_on(device, kOff);
-  inner.held = false;
+  Scoped inner = thread_state;
+  if (cast_type_on(device) != kOff) {
+    inner = scoped_on(device, kOff);
+    inner.held = false;
+  }
   PyObject* scope = make_scope(inner, false, kNoDevices);
-  if (scope != nullptr) reinterpret_cast<CastScope*>(scope)->traced = traced != 0;
+  if (scope != nullptr && traced) reinterpret_cast<CastScope*>(scope)->traced = 1 + static_cast<uint8_t>(std::countr_zero(device));
   return scope;
 }
 
@@ -1030,7 +1041,7 @@ PyObject* resume_scope(PyObject*, PyObject* token) {
 }
 
 // The calling thread's cast state as attributes, which torch.compile can read and guard: in traced code, what held at its entry.
-const Scoped& entry_state() { return thread_state.traced_autocasts ? thread_state.entry : thread_state; }
+const Scoped& entry_state() { return thread_state.all_traced_autocasts ? thread_state.entry : thread_state; }
 
 PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(cast_type_of(entry_state())); }
 
@@ -1079,7 +1090,16 @@ PyObject* cast_type_of_device(PyObject*, PyObject* device_type) {
   return parse_device_type(device_type, &device) ? dtype_object(cast_type_on(device)) : nullptr;
 }
 
-PyObject* traced_autocasts(PyObject*, PyObject*) { return PyLong_FromLong(thread_state.traced_autocasts); }
+// How many torch.autocast regions for `device_type`, or for those cast at its entry (None), traced code has entered.
+PyObject* traced_autocasts(PyObject*, PyObject* device_type) {
+  uint32_t devices = devices_of(entry_state());
+  if (device_type != Py_None && !parse_device_type(device_type, &devices)) return nullptr;
+  long count = 0;
+  for (unsigned i = 0; i < 32; ++i) {
+    if (devices >> i & 1u) count += thread_state.traced_autocasts[i];
+  }
+  return PyLong_FromLong(count);
+}
 
 PyObject* set_cast_devices(PyObject*, PyObject* device_types) {
   HANDLE_TH_ERRORS
@@ -1150,7 +1170,7 @@ PyMethodDef module_functions[] = {
     {"set_default_cast_type", set_default_cast_type, METH_O, nullptr},
     {"scope_token", scope_token, METH_NOARGS, nullptr},
     {"resume_scope", resume_scope, METH_O, nullptr},
-    {"traced_autocasts", traced_autocasts, METH_NOARGS, nullptr},
+    {"traced_autocasts", traced_autocasts, METH_O, nullptr},
     {"set_cast_devices", set_cast_devices, METH_O, nullptr},
     {"clear_weight_cache", clear_weight_cache, METH_NOARGS, nullptr},
     {"drop_cached_casts", drop_cached_casts, METH_O, nullptr},

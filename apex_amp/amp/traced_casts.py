@@ -45,16 +45,16 @@ class _Scopes:
 _scopes = _Scopes()
 
 
-def _autocasts() -> int:
-    """How many torch.autocast regions, entered by the code being traced, are around the present place in it."""
-    return _C.traced_autocasts()
+def _autocasts(device: str | None) -> int:
+    """How many torch.autocast regions for `device`, entered by the code being traced, are around the present place in it."""
+    return _C.traced_autocasts(device)
 
 
 _autocasts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo asks while it traces
 
 
 def _traced_cast_type() -> torch.dtype | None:
-    if _autocasts() > _scopes.autocasts:
+    if _autocasts(_scopes.device) > _scopes.autocasts:
         return None
     return cast_state.state.cast_type if _scopes.cast_type == _UNSET else _scopes.cast_type
 
@@ -172,7 +172,7 @@ def _swap_scope(cast_type: Any, device: str | None) -> None:
     """
     tracing = torch._guards.TracingContext.try_get()
     if tracing is not None:
-        tracing._apex_amp_scope = (cast_type, device, _autocasts())  # type: ignore[attr-defined]
+        tracing._apex_amp_scope = (cast_type, device, _autocasts(device))  # type: ignore[attr-defined]
         return
     scope = getattr(_entered, "scope", None)
     if scope is not None:
@@ -204,7 +204,7 @@ class _TracedScope:
                             or self.device is not None or _scopes.device is not None)
         if self.changes:
             _scopes.cast_type, _scopes.held, _scopes.device = self.cast_type, held, self.device
-            _scopes.autocasts = _autocasts()
+            _scopes.autocasts = _autocasts(self.device)
             _swap_scope(self.cast_type, self.device)
 
     def __exit__(self, *exception: Any) -> None:
@@ -268,7 +268,7 @@ def _guard_cast_type() -> Any:
     # The graph names the method, not its casts: keep compile caches from taking one for the other.
     state = cast_state.state
     torch.compiler.config.cache_key_tag = (f"{_cache_key_tag}apex_amp {state.cast_type} {state.devices} {_lists_digest}")
-    return NotImplemented if cast_type == _UNSET or _autocasts() > autocasts else (cast_type, device)
+    return NotImplemented if cast_type == _UNSET or _autocasts(device) > autocasts else (cast_type, device)
 
 
 class _AfterDynamoImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
