@@ -90,6 +90,11 @@ class MasterWeights:
             self._quiet = versions(self.masters), versions(self.model_params)
 
     @torch.no_grad()
+    def push(self) -> None:
+        """Overwrites the model's values by the masters', whatever the counters say."""
+        self._push(range(len(self.masters)))
+
+    @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the model's values of `parameters` over into their masters."""
         self._pull(self._chosen(parameters))
