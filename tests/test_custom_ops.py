@@ -35,6 +35,7 @@ SAMPLES = [
     (ops.multi_tensor_axpby.default, lambda f: (tensors(), tensors(HALF), tensors(HALF), f, 1.0, 2.0, "both", flags())),
     (ops.multi_tensor_axpby.tensor,
      lambda f: (tensors(), tensors(), tensors(), f, torch.tensor(1.0), torch.tensor(2.0), "y")),
+    (ops.multi_tensor_check.default, lambda f: (tensors(HALF), f, flags())),
     (ops.multi_tensor_copy.default, lambda f: (tensors(), tensors(HALF))),
     (ops.multi_tensor_l2norm.default, lambda f: (tensors(HALF),)),
     (ops.multi_tensor_l2norm_per_tensor.default, lambda f: (tensors(),)),

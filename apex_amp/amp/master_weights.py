@@ -84,8 +84,10 @@ class MasterWeights:
                 pushed.append(i)
             elif self.model_params[i]._version != model_version:
                 pulled.append(i)
-        self._push(pushed)
-        self._pull(pulled)
+        if pushed:
+            self._push(pushed)
+        if pulled:
+            self._pull(pulled)
         if parameters is None:
             self._quiet = versions(self.masters), versions(self.model_params)
 
