@@ -1,4 +1,7 @@
 """apex.amp for today's PyTorch: mixed-precision training by one word."""
+import importlib as _importlib
+from typing import Any as _Any
+
 import torch  # before _C, which links to its libraries
 
 try:
@@ -12,4 +15,13 @@ except ImportError as error:
 from . import amp
 from ._version import __version__
 
-__all__ = ["amp", "__version__"]
+# Loaded at first use: a script that only says `amp` does not wait for them.
+_LAZY = ("fp16_utils", "multi_tensor", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+
+__all__ = ["amp", "__version__", *_LAZY]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

