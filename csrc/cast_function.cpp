@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -60,6 +61,10 @@ struct ThreadState : Scoped {  // of the innermost CastScope
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
+  // The torch.autocast regions that code being traced has entered, by c10::DeviceType, and what held outside them.
+  std::array<uint8_t, 32> traced_autocasts{};
+  int32_t all_traced_autocasts = 0;
+  Scoped entry;
 };
 
 // initial-exec: one %fs-relative load instead of a call to __tls_get_addr.
@@ -67,15 +72,17 @@ __attribute__((tls_model("initial-exec"))) thread_local ThreadState thread_state
 
 uint64_t last_forward = 0;
 
-inline CastType current_cast_type() {
-  const int8_t scope = thread_state.scope;
+inline CastType cast_type_of(const Scoped& scoped) {
+  const int8_t scope = scoped.scope;
   return static_cast<CastType>(scope == kUnset ? default_cast_type.load(std::memory_order_relaxed) : scope);
 }
 
-inline uint32_t current_devices() {
-  const uint32_t devices = thread_state.devices;
-  return devices ? devices : cast_devices.load(std::memory_order_relaxed);
+inline uint32_t devices_of(const Scoped& scoped) {
+  return scoped.devices ? scoped.devices : cast_devices.load(std::memory_order_relaxed);
 }
+
+inline CastType current_cast_type() { return cast_type_of(thread_state); }
+inline uint32_t current_devices() { return devices_of(thread_state); }
 
 inline int8_t other_type(int8_t cast_type) { return cast_type == kHalf ? kBFloat16 : kHalf; }
 
@@ -612,27 +619,39 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
   });
 }
 
-// The cast type the mode hook asks for; it returns NotImplemented to leave `cast_type`. False on error.
-bool ask_mode_hook(int8_t* cast_type) {
-  PyObject* answer = PyObject_CallNoArgs(mode_hook);
-  if (answer == nullptr) return false;
-  const bool parsed = answer == Py_NotImplemented || parse_cast_type(answer, cast_type);
-  Py_DECREF(answer);
-  return parsed;
-}
-
 PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  int8_t cast_type = current_cast_type();
-  if (C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set() &&
-      !ask_mode_hook(&cast_type)) {
-    return nullptr;
-  }
   if (C10_UNLIKELY(self->policy == kUntrackedWrite)) {
     if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
     return call_original(self, args, nargsf, kwnames);
   }
+  const int8_t cast_type = current_cast_type();
   if (cast_type == kOff) return call_original(self, args, nargsf, kwnames);
   return call_cast(self, args, nargsf, kwnames, cast_type);
+}
+
+// The call in the state that the mode hook names: (cast type, device type or None), or NotImplemented for the present one.
+PyObject* dispatch_in_mode(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  PyObject* answer = PyObject_CallNoArgs(mode_hook);
+  if (answer == nullptr) return nullptr;
+  Scoped& current = thread_state;
+  const Scoped outer = current;
+  bool parsed = true;
+  if (answer != Py_NotImplemented) {
+    Scoped asked;
+    PyObject *cast_type, *device_type;
+    parsed = PyArg_ParseTuple(answer, "OO", &cast_type, &device_type) && parse_cast_type(cast_type, &asked.scope) &&
+             (device_type == Py_None || parse_device_type(device_type, &asked.devices));
+    current = asked;
+  }
+  Py_DECREF(answer);
+  PyObject* result = parsed ? dispatch(self, args, nargsf, kwnames) : nullptr;
+  current = outer;
+  return result;
+}
+
+inline PyObject* dispatch_checked(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  const bool asks = C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return (asks ? dispatch_in_mode : dispatch)(self, args, nargsf, kwnames);
 }
 
 // The call, and its report to the observer, which does not see the CastFunctions called inside.
@@ -642,7 +661,7 @@ PyObject* call_observed(CastFunction* self, PyObject* const* args, size_t nargsf
     ~Unobserved() { observer = told; }
   } inside;
   const Counters before = counters;
-  PyObject* result = dispatch(self, args, nargsf, kwnames);
+  PyObject* result = dispatch_checked(self, args, nargsf, kwnames);
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
   PyObject* arguments = result ? PyTuple_New(count) : nullptr;
   if (arguments) {
@@ -661,7 +680,7 @@ PyObject* CastFunction_vectorcall(PyObject* object, PyObject* const* args, size_
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<CastFunction*>(object);
   if (C10_UNLIKELY(observer != nullptr)) return call_observed(self, args, nargsf, kwnames);
-  return dispatch(self, args, nargsf, kwnames);
+  return dispatch_checked(self, args, nargsf, kwnames);
   END_HANDLE_TH_ERRORS
 }
 
@@ -844,6 +863,7 @@ struct CastScope {
   Scoped outer;
   bool forward;
   bool entered;
+  uint8_t traced;   // 1 + the c10::DeviceType, for a torch.autocast region of code being traced; else 0
   uint32_t pauses;  // a bit per c10::DeviceType whose torch.autocast pauses inside
   uint32_t paused;  // those that were on
 };
@@ -897,6 +917,10 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   if (self->forward) enter_forward();
   Scoped& current = thread_state;
   self->outer = current;
+  if (self->traced) {
+    if (thread_state.all_traced_autocasts++ == 0) thread_state.entry = current;
+    ++thread_state.traced_autocasts[self->traced - 1];
+  }
   const bool stays_off = self->forward && !self->inner.region && current.held;
   if (!stays_off) current = self->inner;
   self->paused = self->pauses ? pause_autocast(self->pauses) : kNoDevices;
@@ -908,6 +932,10 @@ PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   self->entered = false;
   if (self->paused) resume_autocast(self->paused);
   static_cast<Scoped&>(thread_state) = self->outer;
+  if (self->traced) {
+    --thread_state.all_traced_autocasts;
+    --thread_state.traced_autocasts[self->traced - 1];
+  }
   if (self->forward) leave_forward();
   Py_RETURN_NONE;
 }
@@ -979,13 +1007,20 @@ PyObject* region_scope(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return make_scope(inner, true, device);
 }
 
-// Inside a torch.autocast for a device type its casts are torch's, or none.
-PyObject* autocast_scope(PyObject*, PyObject* device_type) {
+// Inside a torch.autocast for a device type its casts are torch's, or none: autocast_scope(device_type, traced).
+PyObject* autocast_scope(PyObject*, PyObject* args) {
+  PyObject* device_type;
+  int traced;
   uint32_t device;
-  if (!parse_device_type(device_type, &device)) return nullptr;
-  Scoped inner = scoped_on(device, kOff);
-  inner.held = false;
-  return make_scope(inner, false, kNoDevices);
+  if (!PyArg_ParseTuple(args, "Op", &device_type, &traced) || !parse_device_type(device_type, &device)) return nullptr;
+  Scoped inner = thread_state;
+  if (cast_type_on(device) != kOff) {
+    inner = scoped_on(device, kOff);
+    inner.held = false;
+  }
+  PyObject* scope = make_scope(inner, false, kNoDevices);
+  if (scope != nullptr && traced) reinterpret_cast<CastScope*>(scope)->traced = 1 + static_cast<uint8_t>(std::countr_zero(device));
+  return scope;
 }
 
 // The calling thread's present state as an object, and the scope that brings it back, in any thread.
@@ -1005,13 +1040,32 @@ PyObject* resume_scope(PyObject*, PyObject* token) {
   return make_scope(inner, false, inner.scope == kOff && !inner.held ? kNoDevices : kAllDevices);
 }
 
-// The calling thread's cast state as an attribute, which torch.compile can read and guard.
-PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(current_cast_type()); }
+// The calling thread's cast state as attributes, which torch.compile can read and guard: in traced code, what held at its entry.
+const Scoped& entry_state() { return thread_state.all_traced_autocasts ? thread_state.entry : thread_state; }
 
-PyObject* CastState_held(PyObject*, void*) { return PyBool_FromLong(thread_state.held); }
+PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(cast_type_of(entry_state())); }
+
+PyObject* CastState_held(PyObject*, void*) { return PyBool_FromLong(entry_state().held); }
+
+// The device types that are cast, as a tuple of their names; None: all.
+PyObject* CastState_devices(PyObject*, void*) {
+  const uint32_t devices = devices_of(entry_state());
+  if (devices == kAllDevices) Py_RETURN_NONE;
+  PyObject* names = PyList_New(0);
+  for (unsigned i = 0; names != nullptr && i < 32; ++i) {
+    if (!(devices >> i & 1u)) continue;
+    PyObject* name = PyUnicode_FromString(c10::DeviceTypeName(static_cast<at::DeviceType>(i), true).c_str());
+    if (name == nullptr || PyList_Append(names, name) < 0) Py_CLEAR(names);
+    Py_XDECREF(name);
+  }
+  PyObject* result = names ? PyList_AsTuple(names) : nullptr;
+  Py_XDECREF(names);
+  return result;
+}
 
 PyGetSetDef state_getset[] = {{"cast_type", CastState_cast_type, nullptr, nullptr, nullptr},
                               {"held", CastState_held, nullptr, nullptr, nullptr},
+                              {"devices", CastState_devices, nullptr, nullptr, nullptr},
                               {nullptr}};
 PyType_Slot state_slots[] = {{Py_tp_getset, state_getset}, {0, nullptr}};
 PyType_Spec state_spec = {"apex_amp._C.CastState", sizeof(PyObject), 0,
@@ -1036,13 +1090,15 @@ PyObject* cast_type_of_device(PyObject*, PyObject* device_type) {
   return parse_device_type(device_type, &device) ? dtype_object(cast_type_on(device)) : nullptr;
 }
 
-// For code that can't hold a CastScope: sets this thread's scope, returns what restores it.
-PyObject* swap_scope(PyObject*, PyObject* value) {
-  int8_t scope = kUnset;
-  if (value != Py_NotImplemented && !parse_cast_type(value, &scope)) return nullptr;
-  const int8_t outer = std::exchange(thread_state.scope, scope);
-  thread_state.held = scope == kOff;
-  return outer == kUnset ? Py_NewRef(Py_NotImplemented) : dtype_object(outer);
+// How many torch.autocast regions for `device_type`, or for those cast at its entry (None), traced code has entered.
+PyObject* traced_autocasts(PyObject*, PyObject* device_type) {
+  uint32_t devices = devices_of(entry_state());
+  if (device_type != Py_None && !parse_device_type(device_type, &devices)) return nullptr;
+  long count = 0;
+  for (unsigned i = 0; i < 32; ++i) {
+    if (devices >> i & 1u) count += thread_state.traced_autocasts[i];
+  }
+  return PyLong_FromLong(count);
 }
 
 PyObject* set_cast_devices(PyObject*, PyObject* device_types) {
@@ -1107,14 +1163,14 @@ PyMethodDef module_functions[] = {
      "cast_scope(cast_type, forward=False): context manager; see apex_amp.amp.cast_state."},
     {"region_scope", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(region_scope)), METH_FASTCALL,
      "region_scope(cast_type, device_type, cached): context manager; see apex_amp.amp.autocast."},
-    {"autocast_scope", autocast_scope, METH_O, nullptr},
+    {"autocast_scope", autocast_scope, METH_VARARGS, nullptr},
     {"cast_type_on", cast_type_of_device, METH_O, nullptr},
     {"current_cast_type", get_cast_type, METH_NOARGS, nullptr},
     {"default_cast_type", get_default_cast_type, METH_NOARGS, nullptr},
     {"set_default_cast_type", set_default_cast_type, METH_O, nullptr},
     {"scope_token", scope_token, METH_NOARGS, nullptr},
     {"resume_scope", resume_scope, METH_O, nullptr},
-    {"swap_scope", swap_scope, METH_O, nullptr},
+    {"traced_autocasts", traced_autocasts, METH_O, nullptr},
     {"set_cast_devices", set_cast_devices, METH_O, nullptr},
     {"clear_weight_cache", clear_weight_cache, METH_NOARGS, nullptr},
     {"drop_cached_casts", drop_cached_casts, METH_O, nullptr},

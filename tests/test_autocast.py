@@ -511,3 +511,105 @@ def test_no_warnings_on_the_common_path() -> None:
         warnings.simplefilter("error")
         with cpu_region():
             F.linear(X, nn.Parameter(X.clone())).sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------
+# torch.compile
+
+WEIGHT = nn.Parameter(torch.eye(2))
+
+
+def products(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x @ x, torch.mm(x, x), F.linear(x, WEIGHT), x.matmul(x)
+
+
+def region_inside(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with cpu_region():
+        inside = products(x)
+        with cpu_region(enabled=False):
+            inside += products(x)
+        with cpu_region(HALF):
+            inside += products(x)
+        inside += products(x)
+    return inside + products(x)
+
+
+def torchs_regions_inside(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    before = products(x)
+    with torch_region(enabled=False):
+        off = products(x)
+    with torch_region(BFLOAT16):
+        other = products(x)
+        with cpu_region(enabled=False), torch.autocast("cpu", enabled=False):
+            off += products(x)
+    return before + off + other + products(x)
+
+
+def around_torchs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with cpu_region(HALF):
+        with torch_region(enabled=False):
+            off = products(x)
+        return off + products(x)
+
+
+@pytest.fixture
+def compiling() -> Any:
+    """Patches installed, as fullgraph needs them, and nothing compiled before or after."""
+    patching.install()
+    cast_state.set_cast_devices(set())
+    torch._dynamo.reset()
+    yield lambda function, backend: torch.compile(function, backend=backend, fullgraph=True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [region_inside, torchs_regions_inside, around_torchs, cpu_region()(products)],
+                         ids=["regions", "torch's regions", "torch's in ours", "decorated"])
+def test_regions_inside_compiled_code(compiling: Any, function: Callable[..., Any], backend: str) -> None:
+    compiled = compiling(function, backend)
+
+    def same_types() -> None:
+        assert [t.dtype for t in compiled(X)] == [t.dtype for t in function(X)]
+
+    same_types()
+    with cpu_region(HALF):
+        same_types()
+        assert dtype_here() == HALF  # compiled code leaves the region as it was
+    assert dtype_here() == FLOAT
+    cast_state.set_cast_devices({"cpu"})
+    cast_state.set_default_cast_type(HALF)
+    same_types()
+    with amp.disable_casts():
+        same_types()
+    assert dtype_here() == HALF
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_regions_around_compiled_code(compiling: Any, backend: str) -> None:
+    compiled = compiling(products, backend)
+    regions = {FLOAT: amp.disable_casts(), BFLOAT16: cpu_region(BFLOAT16), HALF: cpu_region(HALF)}
+    for _ in range(2):
+        for dtype, region in regions.items():
+            with region:
+                assert [t.dtype for t in compiled(X)] == [dtype] * 4
+    with cast_state.cast_region(HALF, "meta", True):
+        assert [t.dtype for t in compiled(X)] == [FLOAT] * 4
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_o1_model_with_disabled_blocks_compiles_whole(compiling: Any, backend: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(2))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with torch.autocast("cpu", enabled=False):
+                exact = x @ self.weight
+            return exact, x @ self.weight, torch.mm(x, self.weight)
+
+    model = amp.initialize(Model(), opt_level="O1", verbosity=0)
+    outputs = compiling(model, backend)(X)
+    assert [t.dtype for t in outputs] == [t.dtype for t in model(X)] == [FLOAT, HALF, HALF]
+    sum(t.float().sum() for t in outputs).backward()
+    torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 3.0))

@@ -86,6 +86,16 @@ def test_run_answers_apex_also_behind_torchrun(project):
     assert sorted(done.stdout.splitlines()) == expected
 
 
+def test_run_puts_a_real_apex_first_unless_forced(project):
+    (project / "code" / "apex").mkdir()
+    (project / "code" / "apex" / "__init__.py").write_text("")
+    (project / "code" / "which.py").write_text("import sys, apex; print('amp' in dir(apex) or hasattr(apex, 'amp'))")
+    done = apex_amp("run", "code/which.py", cwd=project)
+    assert done.stdout == "False\n" and "--force" in done.stderr
+    done = apex_amp("run", "--force", "code/which.py", cwd=project)
+    assert done.stdout == "True\n" and not done.stderr
+
+
 def test_run_with_legacy_torch(project):
     script = project / "old.py"
     script.write_text("import torch._six, torch; print(torch.load('whole.pt').x)")
@@ -131,14 +141,14 @@ parser.add_argument("--mode", default="")
 parser.add_argument("--steps", type=int, default=8)
 options = parser.parse_args()
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=True)
 if options.mode == "crash" and model[0].weight.dtype == torch.float32:
     raise RuntimeError("no float here")
 x = torch.randn(32, 4)
 for step in range(options.steps):
     optimizer.zero_grad()
-    loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+    loss = 0.01 * (model(x).float() - x.sum(1, keepdim=True)).square().mean()  # scaled by 2**16, it stays finite
     if options.mode == "overflow" and step == 3:
         loss = loss * float("inf")
     with amp.scale_loss(loss, optimizer) as scaled_loss:

@@ -25,7 +25,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor,
                         allow_fp16: bool) -> dict[torch.device, torch.Tensor]:
-        grads, others = [], []
+        grads: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad

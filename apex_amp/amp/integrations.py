@@ -133,7 +133,7 @@ def _pause_in_torch_autocast(replace: Replace) -> None:
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
         entered = enter(self)
-        scope = _C.autocast_scope(self.device)
+        scope = _C.autocast_scope(self.device, isinstance(self, torch.amp.autocast_mode._UnmanagedAutocast))
         scope.__enter__()
         vars(self).setdefault("_paused_casts", []).append(scope)
         return entered
@@ -150,7 +150,7 @@ def _pause_in_torch_autocast(replace: Replace) -> None:
 
 def _parallel_workers_in_caller_state(replace: Replace) -> None:
     """DataParallel runs replicas in threads that take over torch.autocast's state, and so this one."""
-    original = torch.nn.parallel.parallel_apply
+    original: Callable[..., Any] = torch.nn.parallel.parallel_apply
 
     @functools.wraps(original)
     def parallel_apply(modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

@@ -213,7 +213,7 @@ class _LegacyLossScaler:
     def update_scale(self) -> bool:
         """Grows or backs off by `_overflow_buf`, which scripts replace by their own; returns whether to skip."""
         found_inf = self._overflow_buf != 0
-        self._scaler.found_inf.copy_(found_inf.reshape(1))
+        self._scaler.found_inf.copy_(found_inf.reshape(self._scaler.found_inf.shape))
         self._scaler.update()
         return bool(found_inf) and self.dynamic
 

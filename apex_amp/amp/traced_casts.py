@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,17 +38,36 @@ class _Scopes:
 
     cast_type: Any = _UNSET
     held: bool = False
+    device: str | None = None  # the only device type that it casts; None: those of the process
+    autocasts: int = 0  # how many torch.autocast regions of the traced code are around it
 
 
 _scopes = _Scopes()
 
 
+def _autocasts(device: str | None) -> int:
+    """How many torch.autocast regions for `device`, entered by the code being traced, are around the present place in it."""
+    return _C.traced_autocasts(device)
+
+
+_autocasts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo asks while it traces
+
+
 def _traced_cast_type() -> torch.dtype | None:
+    if _autocasts(_scopes.device) > _scopes.autocasts:
+        return None
     return cast_state.state.cast_type if _scopes.cast_type == _UNSET else _scopes.cast_type
 
 
 def _traced_held() -> bool:
     return cast_state.state.held if _scopes.cast_type == _UNSET else _scopes.held
+
+
+def _is_cast_device(device: str) -> bool:
+    if _scopes.device is not None:
+        return device == _scopes.device
+    devices = cast_state.state.devices if _scopes.cast_type == _UNSET else cast_state.devices
+    return devices is None or device in devices
 
 
 # ------------------------------------------------------------------------------------------------
@@ -64,7 +84,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in _CAST_TYPES and (cast_state.devices is None or tensor.device.type in cast_state.devices)
+    return tensor.dtype in _CAST_TYPES and _is_cast_device(tensor.device.type)
 
 
 def _to(value: Any, target: torch.dtype) -> Any:
@@ -142,43 +162,63 @@ def make_twin(function: Any) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------------
 # Scopes
 
-def _swap_scope(cast_type: Any) -> None:
-    """A node of the graph: enters a scope around the tensor methods that follow it.
+_entered = threading.local()  # its `scope`: what a running graph has entered
+
+
+def _swap_scope(cast_type: Any, device: str | None) -> None:
+    """A node of the graph: changes the scope around the tensor methods that follow it.
 
     While tracing, the scope belongs to the trace: an attempt that Dynamo gives up leaves nothing behind.
     """
     tracing = torch._guards.TracingContext.try_get()
-    scope = NotImplemented if cast_type == _UNSET else cast_type
-    if tracing is None:
-        _C.swap_scope(scope)
-    else:
-        tracing._apex_amp_scope = scope  # type: ignore[attr-defined]
+    if tracing is not None:
+        tracing._apex_amp_scope = (cast_type, device, _autocasts(device))  # type: ignore[attr-defined]
+        return
+    scope = getattr(_entered, "scope", None)
+    if scope is not None:
+        scope.__exit__()
+    _entered.scope = None
+    if cast_type != _UNSET:
+        scope = _C.cast_scope(cast_type) if device is None else _C.region_scope(cast_type, device, True)
+        scope.__enter__()
+        _entered.scope = scope
 
 
 class _TracedScope:
     """What Dynamo traces in place of a CastScope."""
 
-    def __init__(self, cast_type: torch.dtype | None, forward: bool) -> None:
+    def __init__(self, cast_type: torch.dtype | None, forward: bool, device: str | None) -> None:
         self.cast_type = cast_type
         self.forward = forward
+        self.device = device
 
     def __enter__(self) -> None:
-        self.outer = (_scopes.cast_type, _scopes.held)
+        self.outer = (_scopes.cast_type, _scopes.held, _scopes.device, _scopes.autocasts)
         held = self.cast_type is None and not self.forward
-        kept = self.forward and _traced_held()
-        self.changes = not kept and (self.cast_type is not _traced_cast_type() or held is not _traced_held())
+        if self.forward and _traced_held():
+            self.changes = False
+        elif self.device is not None and self.cast_type is None:
+            self.changes = _traced_cast_type() is not None and _is_cast_device(self.device)
+        else:
+            self.changes = (self.cast_type is not _traced_cast_type() or held is not _traced_held()
+                            or self.device is not None or _scopes.device is not None)
         if self.changes:
-            _scopes.cast_type, _scopes.held = self.cast_type, held
-            _swap_scope(self.cast_type)
+            _scopes.cast_type, _scopes.held, _scopes.device = self.cast_type, held, self.device
+            _scopes.autocasts = _autocasts(self.device)
+            _swap_scope(self.cast_type, self.device)
 
     def __exit__(self, *exception: Any) -> None:
         if self.changes:
-            _scopes.cast_type, _scopes.held = self.outer
-            _swap_scope(_scopes.cast_type)
+            _scopes.cast_type, _scopes.held, _scopes.device, _scopes.autocasts = self.outer
+            _swap_scope(_scopes.cast_type, _scopes.device)
 
 
 def _traced_scope(cast_type: torch.dtype | None, forward: bool = False) -> _TracedScope:
-    return _TracedScope(cast_type, forward)
+    return _TracedScope(cast_type, forward, None)
+
+
+def _traced_region(cast_type: torch.dtype | None, device_type: str, cached: bool) -> _TracedScope:
+    return _TracedScope(cast_type, False, device_type)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -205,6 +245,7 @@ def _teach_dynamo() -> None:
         VariableBuilder._type_dispatch()[cast_function] = build
         SourcelessBuilder._type_handlers[cast_function] = build_without_source  # type: ignore[attr-defined]
     torch._dynamo.substitute_in_graph(_C.cast_scope, skip_signature_check=True)(_traced_scope)
+    torch._dynamo.substitute_in_graph(_C.region_scope, skip_signature_check=True)(_traced_region)
     torch._dynamo.allow_in_graph(_swap_scope)
     torch.fx.node.has_side_effect(_swap_scope)
 
@@ -217,14 +258,17 @@ def _guard_cast_type() -> Any:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, ImportSource
 
-    package, *attributes = f"{cast_state.__name__}.state.cast_type".split(".")
-    source: Any = ImportSource(package)
-    for attribute in attributes:
-        source = AttrSource(source, attribute)
-    install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+    for name in ("cast_type", "devices"):
+        package, *attributes = f"{cast_state.__name__}.state.{name}".split(".")
+        source: Any = ImportSource(package)
+        for attribute in attributes:
+            source = AttrSource(source, attribute)
+        install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+    cast_type, device, autocasts = getattr(tracing, "_apex_amp_scope", (_UNSET, None, 0))
     # The graph names the method, not its casts: keep compile caches from taking one for the other.
-    torch.compiler.config.cache_key_tag = f"{_cache_key_tag}apex_amp {_C.current_cast_type()} {_lists_digest}"
-    return getattr(tracing, "_apex_amp_scope", NotImplemented)
+    state = cast_state.state
+    torch.compiler.config.cache_key_tag = (f"{_cache_key_tag}apex_amp {state.cast_type} {state.devices} {_lists_digest}")
+    return NotImplemented if cast_type == _UNSET or _autocasts(device) > autocasts else (cast_type, device)
 
 
 class _AfterDynamoImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from .record import Settings
 from .report import LevelResult, format_progress, format_table, write_csv, write_json, write_picture
-from .run import add_legacy_options, make_legacy_environment
+from .run import add_legacy_options, check_legacy_options, make_legacy_environment
 
 DESCRIPTION = """\
 Run a script that uses amp.initialize and amp.scale_loss once per opt level, each in a process of its own with the same
@@ -99,7 +99,8 @@ def join_levels(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """The command; `argv` is what stands after `apex-amp compare`. 0: every level ran; 1: one failed; 130: Ctrl-C."""
     parser, options = parse(argv)
-    make_legacy_environment(parser, options)
+    check_legacy_options(parser, options)
+    make_legacy_environment(options)
     os.makedirs(options.out, exist_ok=True)
     results: list[LevelResult] = []
     interrupted = False

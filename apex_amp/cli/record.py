@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .. import amp
-from .run import run_as_main
+from .run import run_as_main, set_first_path
 
 # The properties that an opt level chooses: at a level the script didn't ask for, its overrides of these make no sense.
 LEVEL_PROPERTIES = ("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32",
@@ -125,6 +125,7 @@ def main(argv: list[str]) -> None:
         vars(amp).update(initialize=recorder.initialize, scale_loss=recorder.scale_loss)
         seed_everything(settings.seed)
         error: str | None = None
+        set_first_path(command[0], is_module)
         try:
             run_as_main(command[0], command[1:], is_module)
         except SystemExit as exit:

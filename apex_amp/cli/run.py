@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import functools
 import importlib.machinery
 import os
 import runpy
@@ -59,18 +58,24 @@ def main(argv: Sequence[str]) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no SCRIPT given")
-    make_legacy_environment(parser, options)
+    check_legacy_options(parser, options)
+    set_first_path(command[0], options.is_module)  # before apex is looked for: one may lie beside the script
+    make_legacy_environment(options)
     run_as_main(command[0], command[1:], options.is_module)
     return 0
 
 
-def make_legacy_environment(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Does what the options of `add_legacy_options` ask for, here and in child processes."""
+def check_legacy_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with a sentence where the options of `add_legacy_options` make no sense."""
     if options.trust and not options.legacy_torch:
         parser.error("--trust needs --legacy-torch")
     for path in options.trust:
         if not os.path.exists(path):
             parser.error(f"--trust {path}: there is no such file")
+
+
+def make_legacy_environment(options: argparse.Namespace) -> None:
+    """Does what the options of `add_legacy_options` ask for, here and in child processes."""
     if not legacy.install(force=options.force, children=True):
         print(f"apex-amp: `apex` is the installed {legacy.find_real_apex()}, not apex_amp; --force runs the script on "
               "apex_amp instead", file=sys.stderr)
@@ -78,19 +83,18 @@ def make_legacy_environment(parser: argparse.ArgumentParser, options: argparse.N
         legacy_torch.enable(trusted_files=options.trust, children=True)
 
 
-def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
-    """Runs a script (file, folder or zip with a `__main__.py`) or a module as `python` would, in a fresh `__main__`.
+def set_first_path(target: str, is_module: bool) -> None:
+    """Puts in sys.path[0], instead of this program's, what `python` would for a script, folder, zip or module.
 
-    Exits of the script pass through; an uncaught exception is reported through sys.excepthook, without the frames of
-    this package, and goes on silently so that the exit status is Python's own.
+    Exits as `python` does where there is no such script.
     """
-    is_container = not is_module and (os.path.isdir(target) or zipfile.is_zipfile(target))
+    is_container = not is_module and _is_container(target)
     if is_module:
-        run, first_path = functools.partial(_run_module, target), os.getcwd()
+        first_path = os.getcwd()
     elif is_container:
-        run, first_path = functools.partial(_run_module, "__main__", alter_argv=False), os.path.abspath(target)
+        first_path = os.path.abspath(target)
     elif os.path.isfile(target):
-        run, first_path = functools.partial(_run_file, target), os.path.dirname(os.path.realpath(target))
+        first_path = os.path.dirname(os.path.realpath(target))
     else:
         # Python's own words and status.
         print(f"{sys.executable}: can't open file {os.path.abspath(target)!r}: [Errno 2] No such file or directory",
@@ -101,10 +105,27 @@ def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
         sys.path.pop(0)
     if is_container or not is_safe_path:
         sys.path.insert(0, first_path)
+
+
+def _is_container(target: str) -> bool:
+    return os.path.isdir(target) or zipfile.is_zipfile(target)
+
+
+def run_as_main(target: str, arguments: Sequence[str], is_module: bool) -> None:
+    """Runs a script (file, folder or zip with a `__main__.py`) or a module as `python` would, in a fresh `__main__`.
+
+    `set_first_path` comes before. Exits of the script pass through; an uncaught exception is reported through
+    sys.excepthook, without the frames of this package, and goes on silently so that the exit status is Python's own.
+    """
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        run()
+        if is_module:
+            _run_module(target)
+        elif _is_container(target):
+            _run_module("__main__", alter_argv=False)
+        else:
+            _run_file(target)
     except SystemExit:
         raise
     except BaseException as error:
