@@ -590,3 +590,16 @@ def test_a_model_that_is_compiled_already(level, fresh_dynamo):
     for actual, value in zip(train_nested(compiled, model, optimizer), expected):
         torch.testing.assert_close(actual, value, rtol=1e-2, atol=2e-3)
     amp.sync_masters(compiled)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_writes_into_state_dict_values_reach_a_compiled_forward_by_sync_masters(level, fresh_dynamo):
+    _, model, optimizer = build_nested(level)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    batch = {"ids": torch.arange(6), "values": torch.randn(6, 4)}
+    assert compiled(batch, scale=torch.tensor(0.5))["loss"] > 0
+    for value in model.state_dict().values():
+        value.zero_()
+    amp.sync_masters(compiled)
+    assert compiled(batch, scale=torch.tensor(0.5))["loss"] == 0
+    assert not any(master.any() for master in amp.master_params(optimizer))

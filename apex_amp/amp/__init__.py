@@ -12,8 +12,8 @@ from .legacy_handle import _amp_state, init, lists
 
 __all__ = [
     "GradScaler", "autocast", "bfloat16_function", "cast_report", "clear_weight_cache", "custom_bwd", "custom_fwd",
-    "disable_casts", "float_function", "get_autocast_dtype", "half_function", "init", "initialize", "is_autocast_enabled",
-    "last_step_skipped", "lists", "load_state_dict", "loss_scale", "master_params", "overflow_report", "promote_function",
-    "register_bfloat16_function", "register_float_function", "register_half_function", "register_promote_function",
-    "scale_loss", "shutdown", "state_dict", "sync_masters",
+    "disable_casts", "float_function", "get_autocast_dtype", "half_function", "init", "initialize",
+    "is_autocast_enabled", "last_step_skipped", "lists", "load_state_dict", "loss_scale", "master_params",
+    "overflow_report", "promote_function", "register_bfloat16_function", "register_float_function",
+    "register_half_function", "register_promote_function", "scale_loss", "shutdown", "state_dict", "sync_masters",
 ]

@@ -482,14 +482,17 @@ def overflow_report() -> list[str]:
 
 
 def sync_masters(model: nn.Module) -> None:
-    """Takes the model's low-precision values over into its FP32 masters, after writes through `.data` that nothing else sees.
+    """Brings the model's low-precision values and their FP32 masters together now, after writes that nothing else sees.
 
+    Those are writes through `.data` into the model's parameters, and writes into `state_dict()` values between two forwards of
+    a compiled model, which has no time to look; an uncompiled forward and an optimizer step see the latter by themselves.
     `model` may be inside DistributedDataParallel, DataParallel or torch.compile's wrapper.
     """
     casts = [cast for cast in map(cast_of, model.modules()) if cast is not None]
     if not casts:
         raise RuntimeError(f"amp.sync_masters: this model ({type(model).__name__}) did not go through amp.initialize")
     for cast in casts:
+        cast.sync()
         for masters in cast.masters:
             masters.pull(model.parameters())
 

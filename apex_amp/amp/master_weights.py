@@ -75,14 +75,20 @@ class MasterWeights:
 
         Costs two integer comparisons a pair when nothing was written.
         """
-        if parameters is None and (versions(self.masters), versions(self.model_params)) == self._quiet:
-            return
+        if parameters is None:
+            chosen: Sequence[int] = range(len(self.masters))
+            now = versions(self.masters), versions(self.model_params)
+            if now == self._quiet:
+                return
+        else:
+            chosen = self._chosen(parameters)
+            now = self._versions(chosen)
         pushed, pulled = [], []
-        for i in range(len(self.masters)) if parameters is None else self._chosen(parameters):
-            master_version, model_version = self._seen[i]
-            if self.masters[i]._version != master_version:
+        for i, master_version, model_version in zip(chosen, *now):
+            seen = self._seen[i]
+            if master_version != seen[0]:
                 pushed.append(i)
-            elif self.model_params[i]._version != model_version:
+            elif model_version != seen[1]:
                 pulled.append(i)
         if pushed:
             self._push(pushed)
@@ -95,6 +101,7 @@ class MasterWeights:
     def push(self) -> None:
         """Overwrites the model's values by the masters', whatever the counters say."""
         self._push(range(len(self.masters)))
+        self._quiet = versions(self.masters), versions(self.model_params)
 
     @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -106,7 +113,7 @@ class MasterWeights:
         """Gives every rank of `group` the masters of its first one, exactly, and the model parameters that belong to them."""
         for master in self.masters:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
-        self._push(range(len(self.masters)))
+        self.push()
 
     def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
         """The low-precision side of `master`'s pair; None for a tensor that is no master."""
@@ -136,9 +143,12 @@ class MasterWeights:
             master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
         self._note_versions(chosen)
 
+    def _versions(self, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
+        return versions([self.masters[i] for i in chosen]), versions([self.model_params[i] for i in chosen])
+
     def _note_versions(self, chosen: Sequence[int]) -> None:
-        for i in chosen:
-            self._seen[i][:] = self.masters[i]._version, self.model_params[i]._version
+        for i, *now in zip(chosen, *self._versions(chosen)):
+            self._seen[i][:] = now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
