@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import warnings
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import empty_unless_same_dtype, get_grads, set_grads, versions
+from .._C import empty_unless_same_dtype, get_grads, same_grads, set_grads, versions
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
@@ -80,11 +80,12 @@ class Gradients:
         self._skip_is_pending = skip_is_pending
         self._list_parameters(param_groups, taken)
         self._set_aside = get_grads(self._carriers)
+        if taken is None and self.left_scaled is None:
+            self._shared = self._set_aside[self._own:]
         if is_distributed():
             self._leave_in_place(scaler)
+        if any(map(is_not, self._set_aside, repeat(None))):
             set_grads([carrier for carrier, grad in zip(self._carriers, self._set_aside) if grad is not None])
-        else:
-            set_grads(self._carriers)
 
     def put_back(self, error: BaseException) -> None:
         """After an exception: gradients exactly as before the block."""
@@ -165,11 +166,10 @@ class Gradients:
         if self.masters is None or self._unmaterialized is not None:
             return []
         parameters, masters = self.masters.model_params, self.masters.masters
-        self._shared += [None] * (len(masters) - len(self._shared))
-        grads, master_grads = get_grads(parameters), get_grads(masters)
-        if all(map(is_, grads, self._shared)) and all(map(is_, grads, master_grads)):
+        if same_grads(parameters, masters):
             return []
-        outside = []
+        self._shared += [None] * (len(masters) - len(self._shared))
+        grads, master_grads, outside = get_grads(parameters), get_grads(masters), []
         for i, (grad, shared, master_grad) in enumerate(zip(grads, self._shared, master_grads)):
             if grad is shared and grad is master_grad:
                 continue
