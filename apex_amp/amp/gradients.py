@@ -17,6 +17,7 @@ from .master_weights import MasterWeights
 if TYPE_CHECKING:
     from .scaler import LossScaler
 
+_HAS_DISTRIBUTED = dist.is_available()
 _dtype, _layout, _requires_grad = attrgetter("dtype"), attrgetter("layout"), attrgetter("requires_grad")
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -346,7 +347,7 @@ class Gradients:
 
 
 def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return _HAS_DISTRIBUTED and dist.is_initialized()
 
 
 def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor | None], factor: Tensor,
