@@ -1,25 +1,22 @@
-"""Python cost of one scale_loss + step + zero_grad at every level, against torch's GradScaler around the same optimizer.
+"""Python cost of one scale_loss + step + zero_grad at every level, against torch's GradScaler and the same optimizer.
 
-    python benchmarks/bench_training_step.py [--sizes 10 161 2000] [--optimizer SGD] [--seconds 2]
+    python -m benchmarks.bench_training_step [--sizes 10 161 2000] [--optimizer SGD] [--seconds 4]
 
-Parameters have 16 elements each, and a ready-made list of gradients stands for the backward, so that what is left is
-the optimizer's own step (the same in every column, shown alone as "optimizer") and what each side adds to it. All
-columns of a size take turns in one process; figures are medians.
+Parameters have 16 elements each, and fresh copies of ready-made gradients stand for the backward, whose time is left
+out. What is left is the optimizer's own step (the same in every column, shown alone as "optimizer") and what each side
+adds to it. All columns of a size take turns in one process; figures are medians of the thread's CPU time.
 """
 from __future__ import annotations
 
 import argparse
 import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Callable
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from apex_amp import amp  # noqa: E402
+from apex_amp import amp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 OPTIMIZERS = {"SGD": dict(lr=0.1, momentum=0.9), "Adam": dict(lr=1e-3), "AdamW": dict(lr=1e-3, foreach=True)}
@@ -36,8 +33,8 @@ class Parameters(torch.nn.Module):
         pass
 
 
-def make_iteration(column: str, count: int, optimizer_name: str) -> Callable[[], None]:
-    """One iteration of `column`: an opt level, "GradScaler" or "optimizer" (its step alone, unscaled)."""
+def make_iteration(column: str, count: int, optimizer_name: str) -> Callable[[], float]:
+    """One iteration of `column` (an opt level, "GradScaler", or "optimizer": its step alone); returns its seconds."""
     model = Parameters(count)
     optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
     if column in LEVELS:
@@ -46,9 +43,21 @@ def make_iteration(column: str, count: int, optimizer_name: str) -> Callable[[],
     gradients = [torch.zeros_like(parameter) for parameter in parameters]
     loss = torch.zeros((), requires_grad=True)
 
+    in_backward = 0.0
+
     def backward() -> None:
+        nonlocal in_backward
+        start = time.thread_time()
         for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient
+            parameter.grad = gradient.clone()
+        in_backward = time.thread_time() - start
+
+    def timed(iteration: Callable[[], None]) -> Callable[[], float]:
+        def run() -> float:
+            start = time.thread_time()
+            iteration()
+            return time.thread_time() - start - in_backward
+        return run
 
     def amp_iteration() -> None:
         with amp.scale_loss(loss, optimizer):
@@ -70,22 +79,21 @@ def make_iteration(column: str, count: int, optimizer_name: str) -> Callable[[],
 
     if column == "GradScaler":
         scaler = torch.amp.GradScaler("cpu")
-        return scaler_iteration
-    return amp_iteration if column in LEVELS else plain_iteration
+        return timed(scaler_iteration)
+    return timed(amp_iteration if column in LEVELS else plain_iteration)
 
 
 def measure(count: int, optimizer_name: str, seconds: float) -> dict[str, float]:
     """Median seconds of one iteration for every column."""
-    iterations = {column: make_iteration(column, count, optimizer_name) for column in ("optimizer", "GradScaler", *LEVELS)}
+    iterations = {column: make_iteration(column, count, optimizer_name)
+                  for column in ("optimizer", "GradScaler", *LEVELS)}
     times: dict[str, list[float]] = {column: [] for column in iterations}
     for iteration in iterations.values():
         iteration()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["optimizer"]) < 5:
         for column, iteration in iterations.items():
-            start = time.thread_time()
-            iteration()
-            times[column].append(time.thread_time() - start)
+            times[column].append(iteration())
     amp.shutdown()
     return {column: statistics.median(values) for column, values in times.items()}
 
@@ -98,8 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    print(f"{options.optimizer}, torch {torch.__version__}, Python {platform.python_version()}, 1 thread, {platform.machine()}; "
-          "us per iteration (ratio to GradScaler)")
+    print(f"{options.optimizer}, torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
+          "one thread; us per iteration (ratio to GradScaler)")
     columns = ("optimizer", "GradScaler", *LEVELS)
     print("parameters  " + "".join(f"{column:>18}" for column in columns))
     for count in options.sizes:

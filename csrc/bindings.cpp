@@ -847,6 +847,15 @@ py::list get_grads(const py::list& tensors) {
   return result;
 }
 
+// Whether tensors at one position have one gradient, or none, both.
+bool same_grads(const py::list& tensors, const py::list& others) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& grad = list_tensor("same_grads", tensors, i).grad();
+    if (!grad.is_same(list_tensor("same_grads", others, i).grad())) return false;
+  }
+  return true;
+}
+
 // The caller answers for shapes and devices; dtypes may differ from the tensors'. grads None: all of them.
 void set_grads(const py::list& tensors, const std::optional<py::list>& grads) {
   if (grads && grads->size() != tensors.size()) {
@@ -908,6 +917,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("multi_tensor_adagrad", &multi_tensor_adagrad);
   m.def("versions", &versions);
   m.def("get_grads", &get_grads);
+  m.def("same_grads", &same_grads);
   m.def("set_grads", &set_grads, py::arg("tensors"), py::arg("grads") = py::none());
   m.def("empty_unless_same_dtype", &empty_unless_same_dtype);
   m.def("build_info", &build_info);

@@ -1,4 +1,4 @@
-"""Gradients of several backwards: micro-batches, several losses, models and optimizers, delayed unscaling, overflows."""
+"""Gradients of several backwards: micro-batches, losses, models and optimizers, delayed unscaling, overflows."""
 from __future__ import annotations
 
 import itertools
@@ -123,7 +123,8 @@ def test_several_losses_of_one_graph(level: str, one_block: bool) -> None:
                     scaled[1].backward()
             else:
                 for loss_id, loss in enumerate(losses):
-                    backward(level, loss, optimizer, retain_graph=loss_id == 0, **({"loss_id": loss_id} if level else {}))
+                    options = {"loss_id": loss_id} if level else {}
+                    backward(level, loss, optimizer, retain_graph=loss_id == 0, **options)
             optimizer.step()
         return values(model)
 
@@ -133,7 +134,7 @@ def test_several_losses_of_one_graph(level: str, one_block: bool) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_each_loss_answers_for_its_own_scale_when_a_block_of_another_finishes_it(level: str, order: tuple[int, int]) -> None:
+def test_each_loss_answers_for_its_own_scale_also_when_another_finishes_it(level: str, order: tuple[int, int]) -> None:
     model = Dot()
     model, optimizer = initialize(level, model, torch.optim.SGD(model.parameters(), lr=0.125), loss_scale="dynamic",
                                   num_losses=2, max_loss_scale=1024.0)
@@ -186,7 +187,8 @@ def test_several_models_and_optimizers(level: str, given_to_scale_loss: str) -> 
 def test_an_overflow_in_one_optimizer_skips_all_of_its_block_and_only_those(level: str, bad: int) -> None:
     models = [Dot(), Dot(), Dot()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
-    models, optimizers = initialize(level, models, optimizers, loss_scale="dynamic", max_loss_scale=1024.0, num_losses=2)
+    models, optimizers = initialize(level, models, optimizers, loss_scale="dynamic", max_loss_scale=1024.0,
+                                    num_losses=2)
     x = torch.ones(4)
     before = [values(model) for model in models]
     losses = [models[0](x), models[1](x)]

@@ -33,7 +33,8 @@ def assert_same(before: list, after: list) -> None:
 @pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt, GeneratorExit, torch.OutOfMemoryError])
 @pytest.mark.parametrize("moment", ["before backward", "inside backward", "after backward"])
 @pytest.mark.parametrize("earlier", ["none", "accumulated", "left scaled", "overflowed"])
-def test_an_exception_inside_the_block_leaves_everything_as_it_was(level: str, error: type, moment: str, earlier: str) -> None:
+def test_an_exception_inside_the_block_leaves_everything_as_it_was(level: str, error: type, moment: str,
+                                                                   earlier: str) -> None:
     def fail(_) -> None:
         raise error("simulated")
 
@@ -67,7 +68,7 @@ def test_an_exception_inside_the_block_leaves_everything_as_it_was(level: str, e
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_exception_with_several_optimizers_puts_all_of_them_back(level: str) -> None:
     model = Dot(parameters=3)
-    optimizers = [torch.optim.SGD(list(model.weights[:2]), lr=0.125), torch.optim.SGD(list(model.weights[1:]), lr=0.125)]
+    optimizers = [torch.optim.SGD(list(weights), lr=0.125) for weights in (model.weights[:2], model.weights[1:])]
     model, optimizers = initialize(level, model, optimizers)
     backward(level, model(torch.ones(4)), optimizers)
     before = [snapshot(model, optimizer) for optimizer in optimizers]

@@ -15,7 +15,8 @@ from tests.training import INF, LEVELS, Dot, backward, initialize, values
 
 def setup(level: str = "O1", **options):
     model = Dot()
-    return initialize(level, model, torch.optim.SGD(model.parameters(), lr=0.125), **{"loss_scale": "dynamic", **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    return initialize(level, model, optimizer, **{"loss_scale": "dynamic", **options})
 
 
 def iterate(level: str, model: nn.Module, optimizer, bad: bool = False, loss_id: int = 0) -> None:
@@ -39,7 +40,7 @@ def reference_scales(overflows: list[bool], start: float, least: float, most: fl
     return seen
 
 
-@pytest.mark.parametrize("least, most", [(None, 2.0 ** 24), (2.0 ** 12, 2.0 ** 17), (2.0 ** 10, 2.0 ** 10), (None, 100.0)])
+@pytest.mark.parametrize("least, most", [(None, 2.0 ** 24), (2.0 ** 12, 2.0 ** 17), (1024.0, 1024.0), (None, 100.0)])
 def test_growth_and_backoff_follow_the_rule(monkeypatch, least: float | None, most: float) -> None:
     monkeypatch.setattr("apex_amp.amp.scaler.GROWTH_INTERVAL", 3)
     scaler = LossScaler("dynamic", least, most)
@@ -96,7 +97,7 @@ def test_the_floor_without_a_minimum_and_with_one() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", [1.0, 128.0, 7.0, "48.5", 0.5, 1e-3])
 def test_static_scales(level: str, scale: float | str) -> None:
-    """A static scale never moves; gradients are FP32's to the half type's rounding; it skips on overflow unless it is 1."""
+    """A static scale never moves; gradients are FP32's to rounding; it skips on overflow unless it is 1."""
     model, optimizer = setup(level, loss_scale=scale)
     x = torch.tensor([1.0, -3.0, 0.375, 0.0])
     backward(level, model(x), optimizer)
@@ -183,7 +184,8 @@ def test_message_of_a_static_scale(capsys) -> None:
     model, optimizer = setup(loss_scale=128.0, verbosity=1)
     capsys.readouterr()
     iterate("O1", model, optimizer, bad=True)
-    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 keeping static loss scale 128.0\n"
+    wanted = "Gradient overflow.  Skipping step, loss scaler 0 keeping static loss scale 128.0\n"
+    assert capsys.readouterr().out == wanted
 
 
 def test_only_the_parameters_that_overflowed_are_named() -> None:
@@ -222,7 +224,7 @@ def test_other_ranks_print_nothing(monkeypatch, capsys) -> None:
         assert capsys.readouterr().out.count("Gradient overflow.") == wanted
 
 
-# --- a device whose flag arrives later ----------------------------------------------------------------------------------
+# --- a device whose flag arrives later --------------------------------------------------------------------------------
 
 class LateEvent:
     """Stands in for the CUDA event after which a flag is on the host."""
@@ -266,8 +268,9 @@ def test_an_ordinary_optimizer_waits_for_the_flag_once_at_step(late_flags) -> No
     assert late_flags[0].waits == 1 and torch.equal(values(model), before) and amp.last_step_skipped(optimizer)
 
 
-@pytest.mark.parametrize("name, options", [("SGD", dict(momentum=0.9, weight_decay=0.1)), ("SGD", dict(nesterov=True, momentum=0.9)),
-                                           ("Adam", {}), ("AdamW", {}), ("Adagrad", {})])
+@pytest.mark.parametrize("name, options", [
+    ("SGD", dict(momentum=0.9, weight_decay=0.1)), ("SGD", dict(nesterov=True, momentum=0.9)), ("Adam", {}), ("AdamW", {}),
+    ("Adagrad", {})])
 def test_fused_optimizers_skip_on_the_device_without_waiting(late_flags, capsys, name: str, options: dict) -> None:
     """Overflow first, then two good steps, another overflow, a good step: equal to the good steps alone."""
     def run(level: str | None) -> tuple[torch.Tensor, dict]:
@@ -304,7 +307,8 @@ def test_messages_come_when_the_flag_has_arrived(late_flags, capsys) -> None:
     assert capsys.readouterr().out == ""
     late_flags[0].arrived = True
     iterate("O1", model, optimizer)
-    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    wanted = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    assert capsys.readouterr().out == wanted
     assert amp.overflow_report() == ["weights.0", "weights.1"]
     assert not amp.last_step_skipped(optimizer)
 

@@ -359,7 +359,8 @@ class SharpnessAware(torch.optim.Optimizer):
 def test_an_optimizer_that_moves_the_parameters_before_it_calls_the_closure(level: str) -> None:
     def run(level: str | None) -> torch.Tensor:
         model = Dot()
-        model, optimizer = initialize(level, model, SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.125), loss_scale=16.0)
+        optimizer = SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.125)
+        model, optimizer = initialize(level, model, optimizer, loss_scale=16.0)
         for x in (torch.ones(4), torch.tensor([1.0, 0, 2, 0])):
             def closure() -> torch.Tensor:
                 loss = (model(x) / 8).square()
@@ -428,7 +429,8 @@ def test_an_optimizer_that_is_no_torch_optimizer(level: str, kind: type) -> None
 def test_copies_of_an_optimizer_step_their_own_parameters(level: str, kind: type, copier) -> None:
     """A skip that was pending is pending in the copy too."""
     model = Dot()
-    model, optimizer = initialize(level, model, kind(model.parameters(), 0.125), loss_scale="dynamic", max_loss_scale=1024.0)
+    model, optimizer = initialize(level, model, kind(model.parameters(), 0.125), loss_scale="dynamic",
+                                  max_loss_scale=1024.0)
     backward(level, model(torch.ones(4)) * INF, optimizer)
     twin_model, twin = copier((model, optimizer))
     assert type(twin).__name__ == kind.__name__ and isinstance(twin, kind)
@@ -592,7 +594,7 @@ SCHEDULERS = {
 
 
 def scheduled_run(level: str | None, make_scheduler, when: str, bad_first: bool) -> tuple[list[float], torch.Tensor]:
-    """Five iterations with the scheduler stepped after each; under amp the first may overflow, which skips its step only."""
+    """Five iterations, the scheduler stepped after each; under amp the first may overflow, which skips its step only."""
     model = Dot()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     schedulers = [make_scheduler(optimizer)] if when in ("before", "both") else []

@@ -1,4 +1,4 @@
-"""Several calls of amp.initialize in one process: side by side, one after the other, and over and over as in a notebook."""
+"""Several calls of amp.initialize in one process: side by side, in a row, and over and over as in a notebook."""
 from __future__ import annotations
 
 import gc
@@ -80,7 +80,8 @@ def test_two_models_at_two_levels_train_side_by_side(first: str, second: str) ->
 
 def test_a_loss_id_belongs_to_the_call_that_knew_the_optimizer() -> None:
     first, second = Dot(), Dot()
-    first, first_optimizer = initialize("O1", first, sgd(first), loss_scale="dynamic", num_losses=2, max_loss_scale=512.0)
+    first, first_optimizer = initialize("O1", first, sgd(first), loss_scale="dynamic", num_losses=2,
+                                        max_loss_scale=512.0)
     second, second_optimizer = initialize("O1", second, sgd(second), loss_scale="dynamic", max_loss_scale=64.0)
     with amp.scale_loss(torch.ones((), requires_grad=True), first_optimizer, loss_id=1) as scaled:
         assert scaled.item() == 512
@@ -121,7 +122,8 @@ def test_shutdown_gives_back_ordinary_objects_and_initialize_works_again(level: 
     got = train(level, model, optimizer, inputs[4:])
     reference = Dot()
     wanted = train(None, reference, sgd(reference), inputs)
-    torch.testing.assert_close(got, wanted, rtol={"O2": 2.0 ** -11, "O3": 2.0 ** -9, "O5": 2.0 ** -8}.get(level, 0), atol=0)
+    tolerance = {"O2": 2.0 ** -11, "O3": 2.0 ** -9, "O5": 2.0 ** -8}.get(level, 0)
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,4 +1,4 @@
-"""Random training loops at every level against an FP32 loop and the loss scale's rule, both written out in plain Python.
+"""Random training loops at every level against an FP32 loop and the loss scale's rule, both written in plain Python.
 
 The loops' numbers are exact in every type (see training.py), so parameters must be equal to the last bit.
 """
@@ -19,7 +19,7 @@ SIZE = 4
 
 @dataclass
 class Block:
-    """One scale_loss block: a loss over the chosen models, by one scaler; `bad` models get gradients that are not finite."""
+    """One scale_loss block: a loss over the chosen models, by one scaler; `bad` models' gradients are not finite."""
     x: list[float]
     models: list[int]
     loss_id: int
@@ -107,13 +107,15 @@ class ReferenceLoop:
 def run_block(block: Block, models: list[Dot], optimizers: list[torch.optim.Optimizer]) -> None:
     x = torch.tensor(block.x)
     losses = [models[i](torch.where(x == x, INF, x) if i in block.bad else x) for i in block.models]
-    backward("amp", sum(losses), [optimizers[i] for i in block.models], loss_id=block.loss_id, delay_unscale=block.delay)
+    backward("amp", sum(losses), [optimizers[i] for i in block.models], loss_id=block.loss_id,
+             delay_unscale=block.delay)
 
 
 @settings(max_examples=150)
 @given(level=st.sampled_from(LEVELS), loop=loops, dynamic=st.booleans(), rate=st.sampled_from([0.125, 0.25]),
        options=st.sampled_from([dict(), dict(foreach=True), dict(fused=True)]))
-def test_random_loops_agree_with_fp32(level: str, loop: list[Iteration], dynamic: bool, rate: float, options: dict) -> None:
+def test_random_loops_agree_with_fp32(level: str, loop: list[Iteration], dynamic: bool, rate: float,
+                                      options: dict) -> None:
     reference = ReferenceLoop(dynamic)
     models = [Dot(SIZE), Dot(SIZE)]
     if level == "O3" and options.get("fused"):
@@ -147,10 +149,11 @@ def test_random_loops_agree_with_fp32(level: str, loop: list[Iteration], dynamic
 @given(level=st.sampled_from(LEVELS), name=st.sampled_from(["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"]),
        accumulate=st.integers(1, 3), bad=st.sets(st.integers(0, 7)), clip=st.booleans())
 def test_small_networks_stay_near_fp32(level: str, name: str, accumulate: int, bad: set[int], clip: bool) -> None:
-    """A perceptron with BatchNorm, clipped or not, with overflows planted: losses follow FP32's without those iterations."""
+    """A perceptron with BatchNorm, clipped or not, overflows planted: losses follow FP32's without those iterations."""
     def run(level: str | None) -> list[float]:
         torch.manual_seed(2)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(),
+                                    torch.nn.Linear(16, 3))
         x, labels = torch.randn(24, 6), torch.randint(3, (24,))
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.02, **({} if name == "SGD" else {"eps": 1e-3}))
         if level is not None:
@@ -168,7 +171,8 @@ def test_small_networks_stay_near_fp32(level: str, name: str, accumulate: int, b
                 backward(level, loss, optimizer)
                 losses.append(loss.item() * accumulate)
             if clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters() if level is None else amp.master_params(optimizer), 0.5)
+                trained = model.parameters() if level is None else amp.master_params(optimizer)
+                torch.nn.utils.clip_grad_norm_(trained, 0.5)
             optimizer.step()
             optimizer.zero_grad()
         amp.shutdown()

@@ -1,7 +1,7 @@
 """A training loop that is written once and runs plain in FP32, as the oracle, or under amp at any level.
 
-`Dot` and the numbers that tests feed it (small integers, learning rates and weights that are multiples of 1/8) are exact
-in half and bfloat16 too, so that every level must give the FP32 result to the last bit.
+`Dot` and the numbers that tests feed it (small integers, learning rates and weights that are multiples of 1/8) are
+exact in half and bfloat16 too, so that every level must give the FP32 result to the last bit.
 """
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def initialize(level: str | None, models: Any, optimizers: Any, **options: Any) 
     return amp.initialize(models, optimizers, opt_level=level, **{"verbosity": 0, "loss_scale": 128.0, **options})
 
 
-def backward(level: str | None, loss: torch.Tensor, optimizers: Any, retain_graph: bool = False, **options: Any) -> None:
+def backward(level: str | None, loss: torch.Tensor, optimizers: Any, retain_graph: bool = False,
+             **options: Any) -> None:
     if level is None:
         loss.backward(retain_graph=retain_graph)
         return
@@ -48,7 +49,8 @@ def backward(level: str | None, loss: torch.Tensor, optimizers: Any, retain_grap
         scaled_loss.backward(retain_graph=retain_graph)
 
 
-def train(level: str | None, model: nn.Module, optimizer: Any, inputs: list[torch.Tensor], **options: Any) -> torch.Tensor:
+def train(level: str | None, model: nn.Module, optimizer: Any, inputs: list[torch.Tensor],
+          **options: Any) -> torch.Tensor:
     """One step for each input; returns the model's parameters afterwards."""
     model, optimizer = initialize(level, model, optimizer, **options)
     for x in inputs:

@@ -48,7 +48,7 @@ class Stash:
         return [] if self.masters is None else self.masters.masters
 
     def note(self, overflow: Overflow) -> None:
-        """Remembers one more block; earlier ones that decide nothing any more are forgotten, for a step may never come."""
+        """Remembers one more block; earlier ones that decide nothing are forgotten, for a step may never come."""
         unknown = [earlier for earlier in self.overflows if not earlier.is_known()]
         skipping = [earlier for earlier in self.overflows if earlier.is_known() and earlier.happened()]
         self.overflows = [*skipping[:1], *unknown, overflow]
@@ -114,9 +114,9 @@ def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> No
 def wrap_optimizer(optimizer: Any, setup: Setup, fp32_values: dict[torch.Tensor, torch.Tensor] | None) -> None:
     """Turns `optimizer` into an amp optimizer, in place.
 
-    `fp32_values` (parameter -> its value before the model was cast) asks for FP32 masters of the low-precision parameters
-    in `param_groups`; None: the optimizer goes on updating the model's parameters themselves. Group dicts keep their
-    identity and filled state moves to the masters.
+    `fp32_values` (parameter -> its value before the model was cast) asks for FP32 masters of the low-precision
+    parameters in `param_groups`; None: the optimizer goes on updating the model's parameters themselves. Group dicts
+    keep their identity and filled state moves to the masters.
     """
     masters = None if fp32_values is None else MasterWeights()
     if masters is not None:
@@ -155,7 +155,7 @@ def unwrap_optimizer(optimizer: Any) -> None:
 
 
 def stash_of(optimizer: Any) -> Stash | None:
-    """amp's state of `optimizer`, or of the one that it wraps as `.optim` (LARC and its like, made after initialize)."""
+    """amp's state of `optimizer`, or of the one that it wraps as `.optim` (LARC, made after initialize)."""
     stash = getattr(optimizer, "_amp_stash", None)
     return getattr(getattr(optimizer, "optim", None), "_amp_stash", None) if stash is None else stash
 
@@ -166,8 +166,8 @@ def _replace_by_masters(optimizer: Any, group: dict, masters: MasterWeights,
         if parameter.dtype not in _LOW_PRECISION:
             continue
         if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
-            raise RuntimeError("a lazy parameter has no value yet, so it can have no FP32 master: run one forward before "
-                               "amp.initialize")
+            raise RuntimeError("a lazy parameter has no value yet, so it can have no FP32 master: run one forward "
+                               "before amp.initialize")
         master = masters.add(parameter, fp32_values.get(parameter))
         group["params"][index] = master
         state = _state_of(optimizer)
@@ -234,7 +234,8 @@ def _namespace(base: type) -> dict[str, Any]:
         return _rebuild, (base, make, arguments), _Pickled(state, self._amp_stash), *rest[1:]
 
     wrapped = {"step": step, "zero_grad": zero_grad, "add_param_group": add_param_group}
-    namespace = {name: functools.wraps(getattr(base, name))(method) for name, method in wrapped.items() if hasattr(base, name)}
+    namespace = {name: functools.wraps(getattr(base, name))(method)
+                 for name, method in wrapped.items() if hasattr(base, name)}
     return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
             "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
@@ -260,25 +261,25 @@ def _adopt_group(optimizer: Any, group: dict) -> None:
         set_grads(group["params"])
     if stash.masters is None:
         return
-    # The base class compares with the masters in param_groups, so it cannot see that a model parameter is there already.
+    # The base class compares with the masters in param_groups, so it cannot see that a model parameter is there.
     present = set(map(id, stash.masters.model_params))
     if any(id(parameter) in present for parameter in group["params"]):
         optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
-        raise ValueError("some parameters appear in more than one parameter group: add_param_group was given parameters whose "
-                         "FP32 masters this optimizer has already")
+        raise ValueError("some parameters appear in more than one parameter group: add_param_group was given "
+                         "parameters whose FP32 masters this optimizer has already")
     _replace_by_masters(optimizer, group, stash.masters, {})
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any:
-    """One optimizer step: nothing at all after an overflow, else the base step on the masters, then the copy to the model."""
+    """One optimizer step: nothing after an overflow, else the base step on the masters, then the copy to the model."""
     stash = optimizer._amp_stash
     closure = args[0] if args else kwargs.get("closure")
     if stash.finish_left_scaled(optimizer):
-        stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left scaled, and "
-                         "unscaled them itself: what was done to them before, like clipping, met scaled gradients. Leave "
-                         "delay_unscale out in the last block before the step")
+        stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left "
+                         "scaled, and unscaled them itself: what was done to them before, like clipping, met scaled "
+                         "gradients. Leave delay_unscale out in the last block before the step")
     if closure is not None:
         closure = _Closure(closure, optimizer)
         args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
@@ -299,7 +300,10 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
         if writes_model_params:
             optimizer._amp_step = AmpStep(stash)
         with cast_scope(None):
-            loss = stash.instance_step(*args, **kwargs) if stash.instance_step else base_step(optimizer, *args, **kwargs)
+            if stash.instance_step is not None:
+                loss = stash.instance_step(*args, **kwargs)
+            else:
+                loss = base_step(optimizer, *args, **kwargs)
     except _OverflowInClosure as overflow:
         return _end_step(stash, overflow.loss)
     finally:
@@ -326,15 +330,16 @@ def _prepare(stash: Stash) -> None:
     if outside:
         names = stash.setup.parameter_names()
         listed = ", ".join(names.get(id(parameter), "?") for parameter in outside[:5])
-        stash.setup.warn(f"the gradients of {len(outside)} low-precision parameters ({listed}, ...) came from a backward outside "
-                         "amp.scale_loss: they are used as they are, and small ones have become zero. Wrap the backward: "
-                         "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()")
+        stash.setup.warn(f"the gradients of {len(outside)} low-precision parameters ({listed}, ...) came from a "
+                         "backward outside amp.scale_loss: they are used as they are, and small ones have become zero. "
+                         "Wrap the backward: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()")
 
 
 def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
     """True when the optimizer's kernels can skip by a flag on the device, so that the host need not wait for it.
 
-    torch's fused SGD leaves momentum buffers of a skipped first step uninitialized; they are made here, where zeros mean the same.
+    torch's fused SGD leaves momentum buffers of a skipped first step uninitialized; they are made here, where zeros
+    mean the same.
     """
     if all(overflow.is_known() for overflow in stash.overflows):
         return False
@@ -385,8 +390,9 @@ class _Closure:
         if stash.last_step_skipped():
             if self._parameter_versions() == self._versions:
                 raise _OverflowInClosure(loss)
-            raise RuntimeError(f"gradient overflow in a closure that {type(self._optimizer).__name__}.step called after moving the "
-                               "parameters: the step can't be undone. Give amp.initialize a lower, static loss_scale.")
+            raise RuntimeError(f"gradient overflow in a closure that {type(self._optimizer).__name__}.step called "
+                               "after moving the parameters: the step can't be undone. Give amp.initialize a lower, "
+                               "static loss_scale.")
         return loss
 
     def run(self) -> Any:

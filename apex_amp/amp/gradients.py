@@ -3,20 +3,21 @@ from __future__ import annotations
 
 import warnings
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import empty_unless_same_dtype, get_grads, set_grads, versions
+from .._C import empty_unless_same_dtype, get_grads, same_grads, set_grads, versions
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
 if TYPE_CHECKING:
     from .scaler import LossScaler
 
+_HAS_DISTRIBUTED = dist.is_available()
 _dtype, _layout, _requires_grad = attrgetter("dtype"), attrgetter("layout"), attrgetter("requires_grad")
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
@@ -40,15 +41,16 @@ class ScaledBy:
 class Gradients:
     """What the backwards since the last step left for one optimizer.
 
-    The backward writes the gradients of `carriers`, the optimizer reads those of `holders`. A parameter that the optimizer
-    updates itself is both; of a model parameter with an FP32 master, the master is the holder. Outside a scale_loss block
-    both have one unscaled gradient (`carrier.grad is holder.grad`), so that clipping, zeroing or editing either is the same
-    thing. Inside a block the backward writes fresh, scaled gradients.
+    The backward writes the gradients of `carriers`, the optimizer reads those of `holders`. A parameter that the
+    optimizer updates itself is both; of a model parameter with an FP32 master, the master is the holder. Outside a
+    scale_loss block both have one unscaled gradient (`carrier.grad is holder.grad`), so that clipping, zeroing or
+    editing either is the same thing. Inside a block the backward writes fresh, scaled gradients.
 
     While gradients are left scaled, the carriers have those, and the masters what had been unscaled before.
 
-    With `materialize` False a block's low-precision gradients are only checked, and stay scaled in the carriers for a step
-    that reads them there; the masters have none. Whatever else than that step comes next, `materialize_masters` goes first.
+    With `materialize` False a block's low-precision gradients are only checked, and stay scaled in the carriers for a
+    step that reads them there; the masters have none. Whatever else than that step comes next, `materialize_masters`
+    goes first.
     """
 
     def __init__(self, masters: MasterWeights | None, materialize: bool = True) -> None:
@@ -70,21 +72,22 @@ class Gradients:
 
     def open(self, param_groups: list[dict], scaler: LossScaler, skip_is_pending: bool,
              taken: set[int] | None = None) -> None:
-        """Before the backward: sets earlier gradients aside, so that the backward starts from none. `catch_up` comes first.
+        """Before the backward: sets earlier gradients aside, so that the backward starts from none; after `catch_up`.
 
         Args:
-            skip_is_pending: earlier gradients are known not to be finite and will not be used: where they would have to be
-                mixed with new ones they are dropped, so that one overflow does not count twice.
+            skip_is_pending: earlier gradients are known not to be finite and will not be used: where they would have to
+                be mixed with new ones they are dropped, so that one overflow does not count twice.
             taken: ids of the carriers that another optimizer of this block has; receives those of this one.
         """
         self._skip_is_pending = skip_is_pending
         self._list_parameters(param_groups, taken)
         self._set_aside = get_grads(self._carriers)
+        if taken is None and self.left_scaled is None:
+            self._shared = self._set_aside[self._own:]
         if is_distributed():
             self._leave_in_place(scaler)
+        if any(map(is_not, self._set_aside, repeat(None))):
             set_grads([carrier for carrier, grad in zip(self._carriers, self._set_aside) if grad is not None])
-        else:
-            set_grads(self._carriers)
 
     def put_back(self, error: BaseException) -> None:
         """After an exception: gradients exactly as before the block."""
@@ -93,8 +96,8 @@ class Gradients:
             if grad is not None or not keep:
                 carrier.grad = grad
         if keep:
-            note = ("apex_amp: the backward stopped half-way under torch.distributed, where gradients cannot be put back: "
-                    "call zero_grad() before the next iteration")
+            note = ("apex_amp: the backward stopped half-way under torch.distributed, where gradients cannot be put "
+                    "back: call zero_grad() before the next iteration")
             if hasattr(error, "add_note"):
                 error.add_note(note)
             else:
@@ -160,16 +163,16 @@ class Gradients:
     def reconcile(self) -> list[Tensor]:
         """Applies to the masters what was done to the gradients since the last block: cleared, replaced, edited.
 
-        Returns the model parameters whose gradient came from a backward outside any scale_loss block; it is taken as it is.
+        Returns the model parameters whose gradient came from a backward outside any scale_loss block; it is taken as it
+        is.
         """
         if self.masters is None or self._unmaterialized is not None:
             return []
         parameters, masters = self.masters.model_params, self.masters.masters
-        self._shared += [None] * (len(masters) - len(self._shared))
-        grads, master_grads = get_grads(parameters), get_grads(masters)
-        if all(map(is_, grads, self._shared)) and all(map(is_, grads, master_grads)):
+        if same_grads(parameters, masters):
             return []
-        outside = []
+        self._shared += [None] * (len(masters) - len(self._shared))
+        grads, master_grads, outside = get_grads(parameters), get_grads(masters), []
         for i, (grad, shared, master_grad) in enumerate(zip(grads, self._shared, master_grads)):
             if grad is shared and grad is master_grad:
                 continue
@@ -232,15 +235,15 @@ class Gradients:
     def inv_scale(self) -> Tensor | None:
         """What a step has to multiply the model parameters' gradients by; None: the masters have theirs.
 
-        Raises RuntimeError if gradients were written meanwhile: whoever did it, like clip_grad_norm_(model.parameters()),
-        met scaled values.
+        Raises RuntimeError if gradients were written meanwhile: whoever did it, like
+        clip_grad_norm_(model.parameters()), met scaled values.
         """
         if self._unmaterialized is None:
             return None
         left, grads, seen = self._unmaterialized
         if versions(grads) != seen:
-            raise RuntimeError("the model's gradients were written while they still carried the loss scale, because the "
-                               "optimizer has materialize_master_grads=False: clip or edit the gradients of "
+            raise RuntimeError("the model's gradients were written while they still carried the loss scale, because "
+                               "the optimizer has materialize_master_grads=False: clip or edit the gradients of "
                                "amp.master_params(optimizer) instead, or leave materialize_master_grads at True")
         return left.scale.reciprocal()
 
@@ -250,7 +253,8 @@ class Gradients:
 
     def culprits(self, flags: list[Flags]) -> list[Tensor]:
         """The model's parameters that `flags` say have an inf or NaN in their gradient, each once."""
-        model_params = {} if self.masters is None else dict(zip(map(id, self.masters.masters), self.masters.model_params))
+        pairs = () if self.masters is None else zip(self.masters.masters, self.masters.model_params)
+        model_params = {id(master): parameter for master, parameter in pairs}
         found = [model_params.get(id(holder), holder) for holders, per_holder in flags
                  for holder, flag in zip(holders, per_holder.tolist()) if flag]
         return list({id(parameter): parameter for parameter in found}.values())
@@ -258,7 +262,7 @@ class Gradients:
     # --- internals ----------------------------------------------------------------------------------------------------
 
     def _list_parameters(self, param_groups: list[dict], taken: set[int] | None) -> None:
-        """Fills `_carriers` and `_holders`: first the parameters that are both, `_own` many, then pairs with a master."""
+        """Fills `_carriers` and `_holders`: first the parameters that are both, `_own` many, then those with a master."""
         own = [parameter for group in param_groups for parameter in group["params"]]
         carriers: list[Tensor] = []
         holders: list[Tensor] = []
@@ -346,15 +350,15 @@ class Gradients:
 
 
 def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return _HAS_DISTRIBUTED and dist.is_initialized()
 
 
 def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor | None], factor: Tensor,
                 found_inf: Tensor) -> list[Flags]:
     """holder.grad = earlier + grad * factor in the holder's dtype, with one pass over each gradient.
 
-    Sums are written into `earlier`, and products of the same dtype into `grad`, in place. Raises `found_inf` where `grad`
-    is not finite.
+    Sums are written into `earlier`, and products of the same dtype into `grad`, in place. Raises `found_inf` where
+    `grad` is not finite.
     """
     if not grads:
         return []
@@ -392,7 +396,7 @@ def _add(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[T
 
 
 def _accumulate_one(holder: Tensor, grad: Tensor, before: Tensor | None, factor: Tensor, found_inf: Tensor) -> Tensor:
-    """The same for what the kernels do not read: sparse, float64 and complex gradients, and those with a graph of their own."""
+    """The same for what the kernels do not read: sparse, float64 and complex gradients, and those with a graph."""
     wide = torch.promote_types(holder.dtype, torch.float32)
     with torch.set_grad_enabled(grad.requires_grad):
         values = (grad._values() if grad.is_sparse else grad).to(wide) * factor.to(grad.device)

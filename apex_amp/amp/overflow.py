@@ -18,8 +18,8 @@ SKIPS_BEFORE_WARNING = 20
 class Overflow:
     """The verdict on one block, made when its scaler has been updated.
 
-    `happened()` waits for the device at most once; the first time that the verdict is known it is reported, and remembered.
-    Under a CUDA graph's capture nothing reaches the host: then `found_inf` alone decides, on the device.
+    `happened()` waits for the device at most once; the first time that the verdict is known it is reported, and
+    remembered. Under a CUDA graph's capture nothing reaches the host: then `found_inf` alone decides, on the device.
     """
 
     def __init__(self, setup: Setup, scaler: LossScaler, flags: list[tuple[Gradients, list[Flags]]]) -> None:
@@ -75,9 +75,9 @@ class Overflow:
         setup.say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {self._seen[1].item()}")
         setup.say(f"Gradients that are not finite: {_abridged(culprits)}", level=2)
         if scaler.skips_in_a_row == SKIPS_BEFORE_WARNING:
-            setup.warn(f"{SKIPS_BEFORE_WARNING} steps in a row were skipped by loss scaler {loss_id}: the loss scale is not the "
-                       f"cause. Gradients that are not finite: {_abridged(culprits)}. Look for an inf or NaN in the loss, the "
-                       "inputs or the learning rate")
+            setup.warn(f"{SKIPS_BEFORE_WARNING} steps in a row were skipped by loss scaler {loss_id}: the loss scale "
+                       f"is not the cause. Gradients that are not finite: {_abridged(culprits)}. Look for an inf or "
+                       "NaN in the loss, the inputs or the learning rate")
 
 
 def _abridged(names: list[str], most: int = 20) -> str:

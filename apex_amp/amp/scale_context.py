@@ -22,9 +22,9 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
             scaled_loss.backward()
         optimizer.step()
 
-    Gradients that were there before are kept and added to, as `backward()` does in FP32. If one of the new ones is inf or
-    NaN, the next `step()` of every optimizer given here changes nothing, and a dynamic loss scale is halved. An exception
-    inside the block leaves gradients, loss scale and casts as they were before it.
+    Gradients that were there before are kept and added to, as `backward()` does in FP32. If one of the new ones is inf
+    or NaN, the next `step()` of every optimizer given here changes nothing, and a dynamic loss scale is halved. An
+    exception inside the block leaves gradients, loss scale and casts as they were before it.
 
     Args:
         loss: a floating tensor, of any shape that the backward called on the yielded tensor accepts.
@@ -34,7 +34,8 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
         model: ignored; the original's signature had it.
         delay_unscale: leaves the gradients scaled in `.grad`, to be finished by a later block of the same optimizers
             before `step()`.
-        delay_overflow_check: unscales, but leaves loss scale and skipping alone; the caller reads the scaler's `found_inf`.
+        delay_overflow_check: unscales, but leaves loss scale and skipping alone; the caller reads the scaler's
+            `found_inf`.
 
     Raises:
         RuntimeError: no `amp.initialize` yet, an optimizer that it never saw, or optimizers of different calls.
@@ -95,23 +96,24 @@ def _stashes(optimizers: list) -> list[Stash] | None:
         raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
                            "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
     if not optimizers:
-        raise RuntimeError("amp.scale_loss needs the optimizer(s) whose gradients this backward creates, got an empty list")
+        raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward creates, got an empty list")
     for index, (optimizer, stash) in enumerate(zip(optimizers, stashes)):
         if stash is None:
             which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
-            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through amp.initialize. Pass "
-                               "it there together with its model, and use the optimizer that initialize returns")
+            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through "
+                               "amp.initialize. Pass it there together with its model, and use the optimizer that "
+                               "initialize returns")
     if any(stash.setup is not stashes[0].setup for stash in stashes):
-        raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss scales "
-                           "differ; use one scale_loss block for each call")
+        raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss "
+                           "scales differ; use one scale_loss block for each call")
     return stashes
 
 
 def _scaler(setup: Setup, loss_id: int) -> Any:
     scalers = setup.loss_scalers
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
-        raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. Tell "
-                         "amp.initialize how many losses there are: num_losses=...")
+        raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. "
+                         "Tell amp.initialize how many losses there are: num_losses=...")
     return scalers[loss_id]
 
 
