@@ -629,7 +629,7 @@ PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargs
   return call_cast(self, args, nargsf, kwnames, cast_type);
 }
 
-// The call in the state that the mode hook names: (cast type, device type or None), or NotImplemented for the present one.
+// The call in the state that the mode hook names: (cast type, device type or None); NotImplemented: the present one.
 PyObject* dispatch_in_mode(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   PyObject* answer = PyObject_CallNoArgs(mode_hook);
   if (answer == nullptr) return nullptr;
@@ -1019,7 +1019,7 @@ PyObject* autocast_scope(PyObject*, PyObject* args) {
     inner.held = false;
   }
   PyObject* scope = make_scope(inner, false, kNoDevices);
-  if (scope != nullptr && traced) reinterpret_cast<CastScope*>(scope)->traced = 1 + static_cast<uint8_t>(std::countr_zero(device));
+  if (scope != nullptr && traced) reinterpret_cast<CastScope*>(scope)->traced = 1 + std::countr_zero(device);
   return scope;
 }
 
@@ -1040,7 +1040,8 @@ PyObject* resume_scope(PyObject*, PyObject* token) {
   return make_scope(inner, false, inner.scope == kOff && !inner.held ? kNoDevices : kAllDevices);
 }
 
-// The calling thread's cast state as attributes, which torch.compile can read and guard: in traced code, what held at its entry.
+// The calling thread's cast state as attributes, which torch.compile can read and guard. In code being traced they
+// say what held at its entry.
 const Scoped& entry_state() { return thread_state.all_traced_autocasts ? thread_state.entry : thread_state; }
 
 PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(cast_type_of(entry_state())); }
