@@ -619,7 +619,7 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
   });
 }
 
-PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+inline PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   if (C10_UNLIKELY(self->policy == kUntrackedWrite)) {
     if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
     return call_original(self, args, nargsf, kwnames);
@@ -629,7 +629,7 @@ PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargs
   return call_cast(self, args, nargsf, kwnames, cast_type);
 }
 
-// The call in the state that the mode hook names: (cast type, device type or None), or NotImplemented for the present one.
+// The call in the state that the mode hook names: (cast type, device type or None); NotImplemented: the present one.
 PyObject* dispatch_in_mode(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   PyObject* answer = PyObject_CallNoArgs(mode_hook);
   if (answer == nullptr) return nullptr;
@@ -650,8 +650,10 @@ PyObject* dispatch_in_mode(const CastFunction* self, PyObject* const* args, size
 }
 
 inline PyObject* dispatch_checked(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  const bool asks = C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set();
-  return (asks ? dispatch_in_mode : dispatch)(self, args, nargsf, kwnames);
+  if (C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    return dispatch_in_mode(self, args, nargsf, kwnames);
+  }
+  return dispatch(self, args, nargsf, kwnames);
 }
 
 // The call, and its report to the observer, which does not see the CastFunctions called inside.
@@ -892,6 +894,8 @@ constexpr std::array<at::DeviceType, 4> kAutocastDevices = {at::kCUDA, at::kCPU,
 inline uint32_t device_bit(at::DeviceType type) { return 1u << static_cast<unsigned>(type); }
 
 uint32_t pause_autocast(uint32_t devices) {
+  // torch excludes the dispatch key of every device type that has no region.
+  if (c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) return kNoDevices;
   uint32_t paused = kNoDevices;
   for (const at::DeviceType type : kAutocastDevices) {
     if (!(devices & device_bit(type)) || !at::autocast::is_autocast_enabled(type)) continue;
@@ -923,7 +927,7 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   }
   const bool stays_off = self->forward && !self->inner.region && current.held;
   if (!stays_off) current = self->inner;
-  self->paused = self->pauses ? pause_autocast(self->pauses) : kNoDevices;
+  self->paused = pause_autocast(self->pauses);
   Py_RETURN_NONE;
 }
 
@@ -1019,7 +1023,7 @@ PyObject* autocast_scope(PyObject*, PyObject* args) {
     inner.held = false;
   }
   PyObject* scope = make_scope(inner, false, kNoDevices);
-  if (scope != nullptr && traced) reinterpret_cast<CastScope*>(scope)->traced = 1 + static_cast<uint8_t>(std::countr_zero(device));
+  if (scope != nullptr && traced) reinterpret_cast<CastScope*>(scope)->traced = 1 + std::countr_zero(device);
   return scope;
 }
 
@@ -1040,7 +1044,8 @@ PyObject* resume_scope(PyObject*, PyObject* token) {
   return make_scope(inner, false, inner.scope == kOff && !inner.held ? kNoDevices : kAllDevices);
 }
 
-// The calling thread's cast state as attributes, which torch.compile can read and guard: in traced code, what held at its entry.
+// The calling thread's cast state as attributes, which torch.compile can read and guard. In code being traced they
+// say what held at its entry.
 const Scoped& entry_state() { return thread_state.all_traced_autocasts ? thread_state.entry : thread_state; }
 
 PyObject* CastState_cast_type(PyObject*, void*) { return dtype_object(cast_type_of(entry_state())); }

@@ -54,7 +54,8 @@ def test_the_type_can_be_chosen(dtype: torch.dtype) -> None:
 
 def test_the_same_values_as_torchs_region() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8),
+                          nn.LayerNorm(8), nn.Linear(8, 5))
     x, target = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
 
     def run(region: Callable[[], Any]) -> list[torch.Tensor]:
@@ -96,7 +97,8 @@ def test_a_region_object_can_be_entered_again_also_inside_itself() -> None:
 
 def test_queries() -> None:
     default = torch.get_autocast_dtype("cpu")
-    assert not amp.is_autocast_enabled("cpu") and not amp.is_autocast_enabled() and amp.get_autocast_dtype("cpu") == default
+    assert not amp.is_autocast_enabled("cpu") and not amp.is_autocast_enabled()
+    assert amp.get_autocast_dtype("cpu") == default
     with cpu_region(HALF):
         assert amp.is_autocast_enabled("cpu") and not amp.is_autocast_enabled("cuda")
         assert amp.get_autocast_dtype("cpu") == HALF and amp.get_autocast_dtype() == torch.get_autocast_dtype("cuda")
@@ -108,12 +110,12 @@ def test_queries() -> None:
             assert not amp.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("arguments", [dict(device_type=3), dict(device_type="abacus"), dict(device_type="meta")], ids=str)
-def test_bad_arguments_raise_as_in_torch(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device_type", [3, "abacus", "meta"])
+def test_bad_arguments_raise_as_in_torch(device_type: Any) -> None:
     with pytest.raises(Exception) as expected:
-        torch.autocast(**arguments)
+        torch.autocast(device_type)
     with pytest.raises(expected.type) as raised:
-        amp.autocast(**arguments)
+        amp.autocast(device_type)
     assert str(raised.value) == str(expected.value)
 
 
@@ -456,7 +458,8 @@ class Product(torch.autograd.Function):
 def decorated_product(cast_inputs: torch.dtype | None) -> type[Product]:
     forward = amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)(Product.__dict__["forward"].__func__)
     backward = amp.custom_bwd(device_type="cpu")(Product.__dict__["backward"].__func__)
-    return type("Decorated", (Product,), {"forward": staticmethod(forward), "backward": staticmethod(backward), "seen": []})
+    names = {"forward": staticmethod(forward), "backward": staticmethod(backward), "seen": []}
+    return type("Decorated", (Product,), names)
 
 
 @pytest.mark.parametrize("region, backward_in, cast_inputs, expected", [
@@ -469,7 +472,8 @@ def decorated_product(cast_inputs: torch.dtype | None) -> type[Product]:
     (torch_region(), None, None, [BFLOAT16, BFLOAT16, BFLOAT16]),
     (torch_region(), cpu_region(HALF), FLOAT, [FLOAT, FLOAT, FLOAT]),
 ])
-def test_custom_functions_run_backward_as_forward(region: Any, backward_in: Any, cast_inputs: Any, expected: list[torch.dtype]) -> None:
+def test_custom_functions_run_backward_as_forward(region: Any, backward_in: Any, cast_inputs: torch.dtype | None,
+                                                  expected: list[torch.dtype]) -> None:
     function = decorated_product(cast_inputs)
     x = X.clone().requires_grad_()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from apex_amp import amp
+from apex_amp.optimizers import FusedAdam, FusedSGD
 
 Scaler = type[torch.amp.GradScaler]
 INF, NAN = float("inf"), float("nan")
@@ -41,7 +42,7 @@ def check_as_torch(script: Callable[[Scaler], Any]) -> Any:
 def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
     made = []
     for gradient in gradients:
-        parameter = nn.Parameter(torch.ones(2, 3) if gradient is None else torch.ones(gradient.shape, dtype=gradient.dtype))
+        parameter = nn.Parameter(torch.ones(2, 3) if gradient is None else torch.ones_like(gradient.to_dense()))
         parameter.grad = gradient
         made.append(parameter)
     return made
@@ -58,25 +59,30 @@ def sgd(*gradients: torch.Tensor | None, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters(*gradients), lr=0.5, **options)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.detach() for parameter in parameters_of(optimizer)]
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter.grad for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
 # ------------------------------------------------------------------------------------------------
 # Scale, gradients and parameters over many steps
 
 @given(st.lists(st.sampled_from([1.0, 3.5, INF, -INF, NAN]), min_size=1, max_size=12),
-       st.sampled_from([dict(), dict(growth_interval=2), dict(init_scale=3.0, growth_factor=1.5, backoff_factor=0.25, growth_interval=3)]))
+       st.sampled_from([dict(), dict(growth_interval=2),
+                        dict(init_scale=3.0, growth_factor=1.5, backoff_factor=0.25, growth_interval=3)]))
 def test_scales_and_parameters_step_by_step(numbers: list[float], options: dict[str, Any]) -> None:
     def script(scaler_class: Scaler) -> Any:
         scaler, optimizer, trace = scaler_class("cpu", **options), sgd(None, None, momentum=0.9), []
         for number in numbers:
             optimizer.zero_grad()
-            loss = sum((parameter * number).sum() for parameter in values_with_grad(optimizer))
+            loss = sum((parameter * number).sum() for parameter in parameters_of(optimizer))
             scaled = scaler.scale(loss)
             scaled.backward()
             scaler.step(optimizer)
@@ -88,15 +94,12 @@ def test_scales_and_parameters_step_by_step(numbers: list[float], options: dict[
     check_as_torch(script)
 
 
-def values_with_grad(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 def test_mixed_dtypes_shapes_and_missing_gradients(bad: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     mixed = [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in (
-        ((3, 5), torch.float32), ((7,), torch.bfloat16), ((2, 2), torch.float64), ((), torch.float32), ((0, 4), torch.float32))]
+        ((3, 5), torch.float32), ((7,), torch.bfloat16), ((2, 2), torch.float64), ((), torch.float32),
+        ((0, 4), torch.float32))]
     if bad is not None:
         mixed[2][0, 1] = bad
 
@@ -114,8 +117,8 @@ def test_mixed_dtypes_shapes_and_missing_gradients(bad: float | None) -> None:
 def test_views_and_strided_gradients() -> None:
     def script(scaler_class: Scaler) -> Any:
         buffer = torch.arange(48.0)
-        strided = [buffer[:12].view(3, 4).t(), buffer[12:].view(1, 4, 3, 3).contiguous(memory_format=torch.channels_last),
-                   torch.ones(6)[::2]]
+        image = buffer[12:].view(1, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+        strided = [buffer[:12].view(3, 4).t(), image, torch.ones(6)[::2]]
         scaler, optimizer = ready(scaler_class, init_scale=2.0), sgd(*strided)
         scaler.unscale_(optimizer)
         return gradients(optimizer), buffer
@@ -227,21 +230,32 @@ def test_optimizers_that_skip_by_themselves_get_scale_and_flag(number: float, un
     check_as_torch(script)
 
 
+def three_steps(scaler_class: Scaler, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Any:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer, scaler, trace = make([parameter]), scaler_class("cpu", init_scale=8.0), []
+    for number in (1.0, INF, 2.0):
+        optimizer.zero_grad()
+        scaler.scale((parameter * number).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        trace += [parameter.detach().clone(), scaler.get_scale()]
+    return trace
+
+
 @pytest.mark.parametrize("name, options", [("Adam", {}), ("AdamW", {}), ("SGD", dict(momentum=0.9)), ("Adagrad", {})])
 def test_torchs_fused_optimizers(name: str, options: dict[str, Any]) -> None:
-    def script(scaler_class: Scaler) -> Any:
-        parameter = nn.Parameter(torch.ones(4))
-        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True, **options)
-        scaler, trace = scaler_class("cpu", init_scale=8.0), []
-        for number in (1.0, INF, 2.0):
-            optimizer.zero_grad()
-            scaler.scale((parameter * number).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            trace += [parameter.detach().clone(), scaler.get_scale()]
-        return trace
+    check_as_torch(lambda scaler_class: three_steps(
+        scaler_class, lambda params: getattr(torch.optim, name)(params, lr=0.1, fused=True, **options)))
 
-    check_as_torch(script)
+
+@pytest.mark.parametrize("make, plain", [
+    (lambda params: FusedAdam(params, lr=0.1), lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.0)),
+    (lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+     lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+], ids=["FusedAdam", "FusedSGD"])
+def test_fused_optimizers_of_this_package(make: Any, plain: Any) -> None:
+    ours, expected = three_steps(amp.GradScaler, make), three_steps(torch.amp.GradScaler, plain)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_what_step_returns_and_passes_on() -> None:
@@ -270,8 +284,8 @@ def test_every_order_of_calls_ends_as_torchs() -> None:
         "closure": lambda scaler, optimizer: scaler.step(optimizer, closure=lambda: 0.0),
     }
     orders = [("unscale",), ("step",), ("update",), ("new scale",), ("scale", "update"), ("scale", "new scale"),
-              ("scale", "unscale", "unscale"), ("scale", "step", "unscale"), ("scale", "step", "step"), ("scale", "closure"),
-              ("scale", "unscale", "step", "update"), ("scale", "step", "update", "update"),
+              ("scale", "unscale", "unscale"), ("scale", "step", "unscale"), ("scale", "step", "step"),
+              ("scale", "closure"), ("scale", "unscale", "step", "update"), ("scale", "step", "update", "update"),
               ("scale", "step", "update", "step", "update"), ("scale", "unscale", "update", "unscale")]
     raised = 0
     for order in orders:
@@ -293,8 +307,9 @@ def test_no_gradients_at_all() -> None:
     assert check_as_torch(script)[1] == "No inf checks were recorded for this optimizer."
 
 
-@pytest.mark.parametrize("new_scale", [32.0, torch.tensor(16.0), torch.tensor([4.0]), torch.ones(2), torch.ones((), requires_grad=True),
-                                       torch.ones((), device="meta")], ids=str)
+@pytest.mark.parametrize("new_scale", [
+    32.0, torch.tensor(16.0), torch.tensor([4.0]), torch.ones(2), torch.ones((), requires_grad=True),
+    torch.ones((), device="meta")], ids=str)
 def test_update_with_a_new_scale(new_scale: float | torch.Tensor) -> None:
     def script(scaler_class: Scaler) -> Any:
         scaler = ready(scaler_class)
@@ -326,7 +341,8 @@ def test_what_can_not_be_scaled(outputs: Any) -> None:
 # ------------------------------------------------------------------------------------------------
 # Options, files, copies
 
-@pytest.mark.parametrize("options", [dict(growth_factor=1.0), dict(backoff_factor=1.0), dict(growth_factor=0.5, enabled=False)], ids=str)
+@pytest.mark.parametrize("options", [dict(growth_factor=1.0), dict(backoff_factor=1.0),
+                                     dict(growth_factor=0.5, enabled=False)], ids=str)
 def test_bad_options(options: dict[str, Any]) -> None:
     check_as_torch(lambda scaler_class: scaler_class("cpu", **options).is_enabled())
 
@@ -391,8 +407,8 @@ def test_files_go_both_ways(source: Scaler, target: Scaler, started: bool) -> No
     file.seek(0)
     loaded = ready(target) if started else target("cpu")
     loaded.load_state_dict(torch.load(file))
-    expected = {"scale": 2.0**9, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 2}
-    assert loaded.state_dict() == expected
+    assert loaded.state_dict() == {"scale": 2.0**9, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5,
+                                   "_growth_tracker": 2}
 
 
 @pytest.mark.parametrize("state", [{}, {"scale": 1.0}])

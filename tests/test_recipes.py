@@ -216,9 +216,9 @@ def test_gradient_penalty() -> None:
 
 
 def test_several_models_losses_and_optimizers() -> None:
-    def losses(model0: nn.Module, model1: nn.Module, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(model0: nn.Module, model1: nn.Module, x: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         output0, output1 = model0(x), model1(x)
-        return F.mse_loss(2 * output0 + 3 * output1, target), F.mse_loss(3 * output0 - 5 * output1, target)
+        return [F.mse_loss(2 * output0 + 3 * output1, target), F.mse_loss(3 * output0 - 5 * output1, target)]
 
     def plain(nets: Any, optimizers: Any) -> None:
         for x, target in batches():
@@ -466,7 +466,8 @@ def test_parts_of_both_styles_combine(casts: str, scaling: type[torch.amp.GradSc
         neighbour = initialize(Net(seed=1), []) if beside else None
         if casts == "O1":
             model, optimizer = initialize(model, optimizer)
-        around = {"O1": contextlib.nullcontext, "amp.autocast": region, "torch.autocast": lambda: torch.autocast("cpu", HALF)}[casts]
+        around = {"O1": contextlib.nullcontext, "amp.autocast": region,
+                  "torch.autocast": lambda: torch.autocast("cpu", HALF)}[casts]
         for x, target in batches():
             optimizer.zero_grad()
             with around():

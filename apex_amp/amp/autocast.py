@@ -20,9 +20,10 @@ class autocast(torch.autocast):
             loss = criterion(model(inputs), targets)
 
     A context manager and a decorator. Regions nest and hold for the calling thread and for the workers that
-    `torch.nn.DataParallel` starts from it; each parameter is cast once in the outermost one. What the innermost region says
-    of a device type holds there, be it one of these or a `torch.autocast`. The first region entered patches torch's
-    functions; `amp.shutdown()` puts them back.
+    `torch.nn.DataParallel` starts from it; each parameter is cast once in the outermost one. What the innermost region
+    says of a device type holds there, be it one of these or a `torch.autocast`. The first region entered patches
+    torch's functions, `amp.shutdown()` puts them back; code compiled with fullgraph=True may hold regions once they are
+    patched.
 
     Args:
         device_type: "cuda", "cpu", ...; tensors on other device types are treated as outside the region.
@@ -50,8 +51,8 @@ class autocast(torch.autocast):
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
-            raise TypeError(f"amp.autocast(...) as a decorator needs a callable, got {type(function).__name__}; as a context manager "
-                            "it is entered with 'with'")
+            raise TypeError(f"amp.autocast(...) as a decorator needs a callable, got {type(function).__name__}; as a "
+                            "context manager it is entered with 'with'")
         cast_type, device_type, cached = self.fast_dtype if self._enabled else None, self.device, self._cache_enabled
 
         @functools.wraps(function)
@@ -69,7 +70,7 @@ def _region(cast_type: torch.dtype | None, device_type: str, cached: bool) -> Ca
 
 
 def is_autocast_enabled(device_type: str = "cuda") -> bool:
-    """Whether functions of the calling thread now cast tensors on `device_type`, by this package or by torch.autocast."""
+    """Whether the calling thread's functions cast tensors on `device_type`, by this package or by torch.autocast."""
     return cast_type_on(device_type) is not None or torch.is_autocast_enabled(device_type)
 
 
@@ -82,8 +83,8 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, device_type: str,
                cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:
     """Decorator for the `forward` of a custom autograd Function, as `torch.amp.custom_fwd`; `custom_bwd` goes with it.
 
-    With `cast_inputs`, a forward inside a region gets its floating tensors on `device_type` (float64 excepted) in that type and
-    runs with casts off; else, and outside any region, it runs in the surrounding state.
+    With `cast_inputs`, a forward inside a region gets its floating tensors on `device_type` (float64 excepted) in that
+    type and runs with casts off; else, and outside any region, it runs in the surrounding state.
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
@@ -95,14 +96,15 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, device_type: str,
         if ctx._amp_cast_type is None or cast_inputs is None:
             return in_torch_autocast(ctx, *args, **kwargs)
         ctx._amp_cast_type, ctx._fwd_used_autocast = None, False
+        args, kwargs = _cast_inputs(args, device_type, cast_inputs), _cast_inputs(kwargs, device_type, cast_inputs)
         with disable_casts():
-            return fwd(ctx, *_cast_inputs(args, device_type, cast_inputs), **_cast_inputs(kwargs, device_type, cast_inputs))
+            return fwd(ctx, *args, **kwargs)
 
     return forward
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Callable[..., Any]:
-    """Decorator for the `backward` of a custom autograd Function whose forward has `custom_fwd`: it casts as that did."""
+    """Decorator for the `backward` of a custom autograd Function, which casts as its `custom_fwd` forward did."""
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
     in_torch_autocast = torch.amp.custom_bwd(bwd, device_type=device_type)

@@ -14,12 +14,12 @@ class GradScaler(torch.amp.GradScaler):
     """Gradient scaling as in `torch.amp.GradScaler`, whose arguments, methods, errors and state files are its own.
 
     `unscale_` (and so `step`) reads and writes each gradient once, all of them in one launch, whatever mix of dtypes
-    they have; torch launches once for every dtype. The scale and the verdict stay on the device: with optimizers that take
-    `found_inf` (torch's with fused=True, those of `apex_amp.optimizers`) a step waits for nothing.
+    they have; torch launches once for every dtype. The scale and the verdict stay on the device: with optimizers that
+    take `found_inf` (torch's with fused=True, those of `apex_amp.optimizers`) a step waits for nothing.
 
     Args:
         device: "cuda" or "cpu".
-        init_scale, growth_factor, backoff_factor, growth_interval: the dynamic loss scale (defaults 2**16, 2.0, 0.5, 2000).
+        init_scale, growth_factor, backoff_factor, growth_interval: the dynamic loss scale; 2**16, 2.0, 0.5, 2000.
         enabled: False makes every method a pass-through.
     """
 

@@ -46,7 +46,7 @@ _scopes = _Scopes()
 
 
 def _autocasts(device: str | None) -> int:
-    """How many torch.autocast regions for `device`, entered by the code being traced, are around the present place in it."""
+    """How many torch.autocast regions for `device` the code being traced has entered and not left."""
     return _C.traced_autocasts(device)
 
 
@@ -267,7 +267,7 @@ def _guard_cast_type() -> Any:
     cast_type, device, autocasts = getattr(tracing, "_apex_amp_scope", (_UNSET, None, 0))
     # The graph names the method, not its casts: keep compile caches from taking one for the other.
     state = cast_state.state
-    torch.compiler.config.cache_key_tag = (f"{_cache_key_tag}apex_amp {state.cast_type} {state.devices} {_lists_digest}")
+    torch.compiler.config.cache_key_tag = f"{_cache_key_tag}apex_amp {state.cast_type} {state.devices} {_lists_digest}"
     return NotImplemented if cast_type == _UNSET or _autocasts(device) > autocasts else (cast_type, device)
 
 
