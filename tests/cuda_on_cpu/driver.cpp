@@ -82,8 +82,8 @@ const char* driver_check(TABLE_PARAMETERS, float* found_inf, float* per_tensor) 
 
 const char* driver_count_adam(TABLE_PARAMETERS, const float* found_inf, double beta1, double beta2, bool bias_correction,
                               StepFactors* factors) {
-  return text_of(run_elementwise_cuda<CountAdamElement>(
-      MAKE_TABLE(1), {{0.0f, found_inf}, beta1, beta2, bias_correction, factors}, {nullptr, nullptr}, nullptr));
+  return text_of(run_count_cuda<CountAdam>(MAKE_TABLE(1), {{0.0f, found_inf}, beta1, beta2, bias_correction, factors},
+                                           nullptr));
 }
 
 const char* driver_adam(TABLE_PARAMETERS, STEP_PARAMETERS) {
@@ -111,9 +111,9 @@ const char* driver_lamb(TABLE_PARAMETERS, STEP_PARAMETERS, double* scratch, doub
 const char* driver_count_novograd(TABLE_PARAMETERS, const float* found_inf, const float* inv_scale,
                                   const float* grad_norms, double beta1, double beta2, double eps, bool bias_correction,
                                   bool init_zero, bool l2_norm, StepFactors* factors) {
-  return text_of(run_elementwise_cuda<CountNovoGradElement>(
-      MAKE_TABLE(2), {gradient(found_inf, inv_scale), grad_norms, beta1, beta2, float(eps), bias_correction, init_zero,
-                      l2_norm, factors}, {nullptr, nullptr}, nullptr));
+  return text_of(run_count_cuda<CountNovoGrad>(MAKE_TABLE(2), {gradient(found_inf, inv_scale), grad_norms, beta1, beta2,
+                                                               float(eps), bias_correction, init_zero, l2_norm, factors},
+                                               nullptr));
 }
 
 const char* driver_novograd(TABLE_PARAMETERS, STEP_PARAMETERS) {
@@ -123,8 +123,7 @@ const char* driver_novograd(TABLE_PARAMETERS, STEP_PARAMETERS) {
 }
 
 const char* driver_count_adagrad(TABLE_PARAMETERS, const float* found_inf, double lr_decay, StepFactors* factors) {
-  return text_of(run_elementwise_cuda<CountAdagradElement>(MAKE_TABLE(1), {{0.0f, found_inf}, lr_decay, factors},
-                                                           {nullptr, nullptr}, nullptr));
+  return text_of(run_count_cuda<CountAdagrad>(MAKE_TABLE(1), {{0.0f, found_inf}, lr_decay, factors}, nullptr));
 }
 
 const char* driver_adagrad(TABLE_PARAMETERS, STEP_PARAMETERS) {
