@@ -103,8 +103,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         return model_params, [param.detach().clone().float().requires_grad_() for param in model_params]
     dtypes = {param.dtype for param in model_params}
     if len(dtypes) > 1:
-        raise TypeError(f"prep_param_lists: flat_master=True needs parameters of one dtype, got {sorted(map(str, dtypes))}; "
-                        "use flat_master=False")
+        raise TypeError("prep_param_lists: flat_master=True needs parameters of one dtype, "
+                        f"got {sorted(map(str, dtypes))}; use flat_master=False")
     flat = nn.Parameter(torch._utils._flatten_dense_tensors([param.detach() for param in model_params]).float())
     flat.grad = torch.zeros_like(flat)
     return model_params, [flat]
@@ -112,7 +112,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 
 def model_grads_to_master_grads(model_params: Sequence[Tensor], master_params: Sequence[Tensor],
                                 flat_master: bool = False) -> None:
-    """Copy the gradients of `model_params` to those of `master_params`; a master of a parameter without one gets None."""
+    """Copy the gradients of `model_params` to those of `master_params`; None where a parameter has none."""
     if flat_master:
         masters = torch._utils._unflatten_dense_tensors(master_params[0].grad, model_params)
         multi_tensor_copy([param.grad for param in model_params if param.grad is not None], list(masters))
@@ -254,7 +254,8 @@ class FP16_Optimizer:
             self.loss_scaler: AmpLossScaler = _ConfigurableLossScaler(**(dynamic_loss_args or {}))
         else:
             self.loss_scaler = AmpLossScaler(static_loss_scale)
-        options = dataclasses.replace(OPT_LEVELS["O2"], loss_scale="dynamic" if dynamic_loss_scale else static_loss_scale)
+        loss_scale = "dynamic" if dynamic_loss_scale else static_loss_scale
+        options = dataclasses.replace(OPT_LEVELS["O2"], loss_scale=loss_scale)
         setup = Setup(options, [self.loss_scaler], verbosity=int(verbose))
         wrap_optimizer(init_optimizer, setup, fp32_values={})
         setup.optimizers.append(weakref.ref(init_optimizer))
@@ -368,8 +369,8 @@ class FP16_Optimizer:
         shapes = [[master.shape for master in group] for group in self._masters_by_group()]
         saved_shapes = [[master.shape for master in group] for group in saved_masters]
         if shapes != saved_shapes:
-            raise ValueError(f"FP16_Optimizer.load_state_dict: expected masters of shapes {shapes}, got {saved_shapes}; "
-                             "the checkpoint belongs to another model or to other param_groups")
+            raise ValueError(f"FP16_Optimizer.load_state_dict: expected masters of shapes {shapes}, "
+                             f"got {saved_shapes}; the checkpoint belongs to another model or to other param_groups")
         scaler = state_dict["loss_scaler"]
         if not isinstance(scaler, Mapping):  # Apex pickled the object itself
             scaler = {"loss_scale": vars(scaler)["_loss_scale"], "unskipped": vars(scaler)["_unskipped"]}

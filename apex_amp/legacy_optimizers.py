@@ -22,7 +22,8 @@ class FusedAdam(optimizers.FusedAdam):
     def __init__(self, params: Any, *args: Any, max_grad_norm: float = 0.0, eps_inside_sqrt: bool = False,
                  **kwargs: Any):
         if eps_inside_sqrt:
-            warnings.warn("apex.optimizers.FusedAdam: eps_inside_sqrt is ignored, eps is added to the root", stacklevel=2)
+            warnings.warn("apex.optimizers.FusedAdam: eps_inside_sqrt is ignored, eps is added to the root",
+                          stacklevel=2)
         super().__init__(params, *args, **kwargs)
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)

@@ -1,11 +1,10 @@
 """Apex's `apex.parallel` over torch.distributed: what torch has, torch does.
 
-`DistributedDataParallel` is a subclass of torch's, so `isinstance` checks against either name hold. `Reducer`,
-`flat_dist_call` and `LARC` have no counterpart in torch and are written here.
+`DistributedDataParallel` is a subclass of torch's, so `isinstance` checks against either name hold. `Reducer` and
+`flat_dist_call` have no counterpart in torch and are written here; `LARC` is apex_amp.optimizers'.
 """
 from __future__ import annotations
 
-import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from .optimizers import LARC
 
 __all__ = [
     "DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group",
@@ -27,9 +28,9 @@ ReduceOp = dist.ReduceOp if dist.is_available() else None
 _DEFAULT_MESSAGE_SIZE = 10_000_000
 _BYTES_PER_MEBIBYTE = 2 ** 20
 # torch 2.13 renamed the argument and warns about the old name.
+_DDP_ARGUMENTS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_EXCHANGE: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    else "broadcast_buffers": False}
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -304,91 +305,3 @@ def _tensors_in(nested: Any) -> Iterator[Tensor]:
     elif isinstance(nested, Iterable):
         for item in nested:
             yield from _tensors_in(item)
-
-
-class LARC:
-    """Layer-wise adaptive rate control (arXiv:1708.03888) around any torch optimizer.
-
-    Each gradient is rescaled so that its layer's learning rate becomes
-    trust_coefficient * |p| / (|grad| + weight_decay * |p| + eps); the optimizer's weight decay is folded in.
-
-    Args:
-        optimizer: the optimizer to wrap; reachable as `.optim`.
-        trust_coefficient: Default: 0.02.
-        clip: True: the smaller of the local and the optimizer's rate; False: their product.
-        eps: added to the denominator. Default: 1e-8.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True,
-                 eps: float = 1e-8):
-        self.optim = optimizer
-        self.trust_coefficient = trust_coefficient
-        self.clip = clip
-        self.eps = eps
-
-    @property
-    def param_groups(self) -> list[dict]:
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> dict:
-        return self.optim.state
-
-    def state_dict(self) -> dict:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optim.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict) -> None:
-        self.optim.add_param_group(param_group)
-
-    def __repr__(self) -> str:
-        return f"LARC({self.optim!r})"
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Rescale the gradients in place, then step the wrapped optimizer; returns the closure's loss, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with self._weight_decay_absorbed() as weight_decays:
-            for group, weight_decay in zip(self.param_groups, weight_decays):
-                self._rescale_gradients(group, weight_decay)
-            self.optim.step()
-        return loss
-
-    @contextlib.contextmanager
-    def _weight_decay_absorbed(self) -> Iterator[list[float]]:
-        decaying = [group for group in self.param_groups if "weight_decay" in group]
-        absorbed = [group["weight_decay"] for group in decaying]
-        weight_decays = [group.get("weight_decay", 0) for group in self.param_groups]
-        try:
-            for group in decaying:
-                group["weight_decay"] = 0
-            yield weight_decays
-        finally:
-            for group, weight_decay in zip(decaying, absorbed):
-                group["weight_decay"] = weight_decay
-
-    @torch.no_grad()
-    def _rescale_gradients(self, group: dict, weight_decay: float) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        for param in params:
-            param_norm = torch.linalg.vector_norm(param, dtype=torch.float32)
-            grad_norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)
-            rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * weight_decay + self.eps)
-            if self.clip:
-                rate = (rate / group["lr"]).clamp(max=1)
-            # Selected on the device: a layer of zeros, or without a gradient, keeps the optimizer's own rate.
-            applies = (param_norm != 0) & (grad_norm != 0)
-            rate = torch.where(applies, rate, 1.0)
-            decay = torch.where(applies, weight_decay, 0.0)
-            param.grad.add_(param * decay.to(param.dtype)).mul_(rate.to(param.grad.dtype))

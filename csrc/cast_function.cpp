@@ -6,6 +6,7 @@
 // cast is in `cached_cast`. All state but the process default is guarded by the GIL or thread-local.
 #include "cast_function.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_to_copy.h>
@@ -23,6 +24,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <unordered_map>
 #include <utility>
@@ -44,9 +46,17 @@ constexpr std::array<ScalarType, 3> kScalarTypes = {ScalarType::Undefined, Scala
 std::atomic<int8_t> default_cast_type{kOff};
 std::atomic<uint32_t> cast_devices{0xffffffffu};  // a bit per c10::DeviceType
 
-struct ThreadState {
-  int8_t scope = kUnset;             // what the innermost CastScope of this thread says
-  bool held = false;                 // it is an explicit off, which forwards inside it do not lift
+// What a CastScope sets for its thread, and puts back.
+struct Scoped {
+  int8_t scope = kUnset;       // the type it casts to
+  bool held = false;           // it is an explicit off, which forwards inside it do not lift
+  bool uncached = false;       // it casts parameters anew at each use
+  bool region = false;         // it is a region of the native face, whose casts leave with the outermost one
+  uint32_t devices = 0;        // a bit per c10::DeviceType that it casts; 0: those of the process
+  uint32_t other_devices = 0;  // those among them whose casts go to the other low-precision type
+};
+
+struct ThreadState : Scoped {  // of the innermost CastScope
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
@@ -60,6 +70,20 @@ uint64_t last_forward = 0;
 inline CastType current_cast_type() {
   const int8_t scope = thread_state.scope;
   return static_cast<CastType>(scope == kUnset ? default_cast_type.load(std::memory_order_relaxed) : scope);
+}
+
+inline uint32_t current_devices() {
+  const uint32_t devices = thread_state.devices;
+  return devices ? devices : cast_devices.load(std::memory_order_relaxed);
+}
+
+inline int8_t other_type(int8_t cast_type) { return cast_type == kHalf ? kBFloat16 : kHalf; }
+
+// What casts on one device type aim at.
+inline int8_t cast_type_on(uint32_t device) {
+  const CastType cast_type = current_cast_type();
+  if (cast_type == kOff || !(current_devices() & device)) return kOff;
+  return thread_state.other_devices & device ? other_type(cast_type) : cast_type;
 }
 
 PyObject* dtype_object(int8_t cast_type) {
@@ -79,6 +103,19 @@ bool parse_cast_type(PyObject* object, int8_t* cast_type) {
   if (*cast_type != kOff) return true;
   PyErr_Format(PyExc_ValueError, "cast type must be torch.float16, torch.bfloat16 or None, got %R", object);
   return false;
+}
+
+// "cpu", "cuda", ... as a bit; false with an error set for anything else.
+bool parse_device_type(PyObject* object, uint32_t* device) {
+  const char* name = PyUnicode_AsUTF8(object);
+  if (name == nullptr) return false;
+  try {
+    *device = 1u << static_cast<unsigned>(c10::Device(name).type());
+    return true;
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    return false;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -113,7 +150,7 @@ inline unsigned tensor_kind(PyObject* object) {
     default: return 0;
   }
   const auto device = static_cast<unsigned>(impl->device().type());
-  if (!((cast_devices.load(std::memory_order_relaxed) >> device) & 1u)) return 0;
+  if (!((current_devices() >> device) & 1u)) return 0;
   if (C10_UNLIKELY(impl->key_set().has_any(c10::sparse_ks | c10::sparse_csr_ks))) kind |= kSparseKind;
   return kind;
 }
@@ -126,6 +163,15 @@ unsigned argument_kinds(PyObject* object) {
     kinds |= argument_kinds(PySequence_Fast_GET_ITEM(object, i));
   }
   return kinds;
+}
+
+// Whether the argument has a tensor on one of `devices`, a bit per c10::DeviceType.
+bool is_on(PyObject* object, uint32_t devices) {
+  if (is_tensor(object)) return devices >> static_cast<unsigned>(THPVariable_Unpack(object).device().type()) & 1u;
+  if (!is_sequence(object)) return false;
+  PyObject** items = PySequence_Fast_ITEMS(object);
+  return std::any_of(items, items + PySequence_Fast_GET_SIZE(object),
+                     [devices](PyObject* item) { return is_on(item, devices); });
 }
 
 inline unsigned kinds_other_than(ScalarType type) {
@@ -268,7 +314,7 @@ PyObject* cached_cast(const at::Tensor& tensor, ScalarType type) {
   const auto version = static_cast<uint32_t>(tensor._version());
   const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const uint64_t forward = thread_state.forward;
-  const bool bounded = key.mode != kGrad || shares_storage(tensor);
+  const bool bounded = key.mode != kGrad || thread_state.region || shares_storage(tensor);
 
   auto& cache = weight_cache();
   const auto found = cache.find(key);
@@ -325,7 +371,7 @@ PyObject* cast_tensor(PyObject* object, ScalarType type) {
     ++counters.casts;
     return THPVariable_Wrap(tensor.to(type));
   }
-  if (is_cacheable(tensor)) return cached_cast(tensor, type);
+  if (!thread_state.uncached && is_cacheable(tensor)) return cached_cast(tensor, type);
   return THPVariable_Wrap(to_type(tensor, type));
 }
 
@@ -369,7 +415,8 @@ enum Policy : uint8_t {
 };
 
 constexpr std::array<const char*, 9> kPolicyNames = {
-    "low_precision", "fp32", "fp32_by_dtype", "promote", "match_self", "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
+    "low_precision", "fp32",   "fp32_by_dtype", "promote",        "match_self",
+    "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
 
 struct CastFunction {
   PyObject_HEAD
@@ -414,6 +461,10 @@ struct Arguments {
       if (i != out) kinds |= argument_kinds(values[i]);
     }
     return kinds;
+  }
+
+  bool any_on(uint32_t devices) const {
+    return std::any_of(values, values + count, [devices](PyObject* value) { return is_on(value, devices); });
   }
 };
 
@@ -510,6 +561,8 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
     case kLowPrecision:
       // Sparse kernels have no half types; a result that has a place already decides the type.
       if (!(kinds & kSparseKind)) {
+        const bool other = thread_state.other_devices && arguments.any_on(thread_state.other_devices);
+        if (C10_UNLIKELY(other)) cast_type = other_type(cast_type);
         target = kScalarTypes[self->cast_type == kUnset ? cast_type : self->cast_type];
       }
       if (arguments.out >= 0) {
@@ -584,21 +637,23 @@ PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargs
 
 // The call, and its report to the observer, which does not see the CastFunctions called inside.
 PyObject* call_observed(CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  PyObject* told = std::exchange(observer, nullptr);
+  struct Unobserved {
+    PyObject* told = std::exchange(observer, nullptr);
+    ~Unobserved() { observer = told; }
+  } inside;
   const Counters before = counters;
   PyObject* result = dispatch(self, args, nargsf, kwnames);
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
   PyObject* arguments = result ? PyTuple_New(count) : nullptr;
   if (arguments) {
     for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(arguments, i, Py_NewRef(args[i]));
-    PyObject* answer = PyObject_CallFunction(told, "OOOLL", self, arguments, result,
+    PyObject* answer = PyObject_CallFunction(inside.told, "OOOLL", self, arguments, result,
                                              static_cast<long long>(counters.casts - before.casts),
                                              static_cast<long long>(counters.cache_hits - before.cache_hits));
     if (answer == nullptr) Py_CLEAR(result);
     Py_XDECREF(answer);
     Py_DECREF(arguments);
   }
-  observer = told;
   return result;
 }
 
@@ -785,12 +840,12 @@ PyTypeObject* make_function_type(const char* name, bool binds) {
 
 struct CastScope {
   PyObject_HEAD
-  int8_t cast_type;
-  bool held;
+  Scoped inner;
+  Scoped outer;
   bool forward;
   bool entered;
-  int8_t outer_scope;
-  bool outer_held;
+  uint32_t pauses;  // a bit per c10::DeviceType whose torch.autocast pauses inside
+  uint32_t paused;  // those that were on
 };
 
 PyTypeObject* scope_type = nullptr;
@@ -810,6 +865,28 @@ void leave_forward() {
   });
 }
 
+// The innermost region decides, so a torch.autocast around a scope pauses inside it.
+constexpr uint32_t kNoDevices = 0, kAllDevices = 0xffffffffu;
+constexpr std::array<at::DeviceType, 4> kAutocastDevices = {at::kCUDA, at::kCPU, at::kXPU, at::kMPS};
+
+inline uint32_t device_bit(at::DeviceType type) { return 1u << static_cast<unsigned>(type); }
+
+uint32_t pause_autocast(uint32_t devices) {
+  uint32_t paused = kNoDevices;
+  for (const at::DeviceType type : kAutocastDevices) {
+    if (!(devices & device_bit(type)) || !at::autocast::is_autocast_enabled(type)) continue;
+    at::autocast::set_autocast_enabled(type, false);
+    paused |= device_bit(type);
+  }
+  return paused;
+}
+
+void resume_autocast(uint32_t paused) {
+  for (const at::DeviceType type : kAutocastDevices) {
+    if (paused & device_bit(type)) at::autocast::set_autocast_enabled(type, true);
+  }
+}
+
 PyObject* CastScope_enter(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<CastScope*>(object);
   if (self->entered) {
@@ -817,21 +894,20 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
     return nullptr;
   }
   self->entered = true;
-  self->outer_scope = thread_state.scope;
-  self->outer_held = thread_state.held;
   if (self->forward) enter_forward();
-  if (!self->forward || !thread_state.held) {
-    thread_state.scope = self->cast_type;
-    thread_state.held = self->held;
-  }
+  Scoped& current = thread_state;
+  self->outer = current;
+  const bool stays_off = self->forward && !self->inner.region && current.held;
+  if (!stays_off) current = self->inner;
+  self->paused = self->pauses ? pause_autocast(self->pauses) : kNoDevices;
   Py_RETURN_NONE;
 }
 
 PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   auto* self = reinterpret_cast<CastScope*>(object);
   self->entered = false;
-  thread_state.scope = self->outer_scope;
-  thread_state.held = self->outer_held;
+  if (self->paused) resume_autocast(self->paused);
+  static_cast<Scoped&>(thread_state) = self->outer;
   if (self->forward) leave_forward();
   Py_RETURN_NONE;
 }
@@ -845,13 +921,13 @@ PyType_Spec scope_spec = {"apex_amp._C.CastScope", sizeof(CastScope), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                           scope_slots};
 
-PyObject* make_scope(int8_t cast_type, bool held, bool forward) {
+PyObject* make_scope(const Scoped& inner, bool forward, uint32_t pauses) {
   PyObject* object = scope_type->tp_alloc(scope_type, 0);
   if (object == nullptr) return nullptr;
   auto* self = reinterpret_cast<CastScope*>(object);
-  self->cast_type = cast_type;
-  self->held = held;
+  self->inner = inner;
   self->forward = forward;
+  self->pauses = pauses;
   return object;
 }
 
@@ -862,22 +938,71 @@ PyObject* cast_scope(PyObject*, PyObject* args, PyObject* kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", const_cast<char**>(keywords), &object, &forward)) {
     return nullptr;
   }
+  Scoped inner;
+  if (!parse_cast_type(object, &inner.scope)) return nullptr;
+  inner.held = inner.scope == kOff && !forward;
+  return make_scope(inner, forward != 0, kAllDevices);
+}
+
+// The present state, but with casts to `cast_type` on one device type; on the others, what is cast now still is.
+Scoped scoped_on(uint32_t device, int8_t cast_type) {
+  Scoped next = thread_state;
+  const CastType outer = current_cast_type();
+  const uint32_t elsewhere = outer == kOff ? kNoDevices : current_devices() & ~device;
+  const uint32_t others = next.other_devices & elsewhere;
+  if (cast_type == kOff) {
+    next.scope = elsewhere ? outer : kOff;
+    next.devices = elsewhere;
+    next.other_devices = others;
+  } else {
+    next.scope = cast_type;
+    next.devices = device | elsewhere;
+    next.other_devices = outer == cast_type ? others : elsewhere & ~others;
+  }
+  return next;
+}
+
+// A region of the native face: a scope for tensors of one device type, and a forward to the weight cache.
+PyObject* region_scope(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   int8_t cast_type;
-  if (!parse_cast_type(object, &cast_type)) return nullptr;
-  return make_scope(cast_type, cast_type == kOff && !forward, forward != 0);
+  uint32_t device;
+  if (nargs != 3) {
+    PyErr_Format(PyExc_TypeError, "region_scope takes cast_type, device_type and cached, got %zd arguments", nargs);
+    return nullptr;
+  }
+  if (!parse_cast_type(args[0], &cast_type) || !parse_device_type(args[1], &device)) return nullptr;
+  if (cast_type == kOff && !(current_devices() & device)) return make_scope(thread_state, true, device);
+  Scoped inner = scoped_on(device, cast_type);
+  inner.held = inner.scope == kOff;
+  inner.uncached = !PyObject_IsTrue(args[2]);
+  inner.region = true;
+  return make_scope(inner, true, device);
 }
 
-// A token of the calling thread's present state, and the scope that brings it back, in any thread.
-constexpr long kHeldToken = 16;
+// Inside a torch.autocast for a device type its casts are torch's, or none.
+PyObject* autocast_scope(PyObject*, PyObject* device_type) {
+  uint32_t device;
+  if (!parse_device_type(device_type, &device)) return nullptr;
+  Scoped inner = scoped_on(device, kOff);
+  inner.held = false;
+  return make_scope(inner, false, kNoDevices);
+}
 
+// The calling thread's present state as an object, and the scope that brings it back, in any thread.
 PyObject* scope_token(PyObject*, PyObject*) {
-  return PyLong_FromLong(current_cast_type() + (thread_state.held ? kHeldToken : 0));
+  Scoped now = thread_state;
+  now.scope = current_cast_type();
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&now), sizeof(now));
 }
 
-PyObject* resume_scope(PyObject*, PyObject* object) {
-  const long token = PyLong_AsLong(object);
-  if (token == -1 && PyErr_Occurred()) return nullptr;
-  return make_scope(static_cast<int8_t>(token % kHeldToken), token >= kHeldToken, false);
+PyObject* resume_scope(PyObject*, PyObject* token) {
+  Scoped inner;
+  if (!PyBytes_Check(token) || PyBytes_GET_SIZE(token) != sizeof(inner)) {
+    PyErr_SetString(PyExc_TypeError, "resume_scope needs what scope_token returned");
+    return nullptr;
+  }
+  std::memcpy(&inner, PyBytes_AS_STRING(token), sizeof(inner));
+  return make_scope(inner, false, inner.scope == kOff && !inner.held ? kNoDevices : kAllDevices);
 }
 
 // The calling thread's cast state as an attribute, which torch.compile can read and guard.
@@ -904,6 +1029,11 @@ PyObject* set_default_cast_type(PyObject*, PyObject* object) {
   if (!parse_cast_type(object, &cast_type)) return nullptr;
   default_cast_type.store(cast_type, std::memory_order_relaxed);
   Py_RETURN_NONE;
+}
+
+PyObject* cast_type_of_device(PyObject*, PyObject* device_type) {
+  uint32_t device;
+  return parse_device_type(device_type, &device) ? dtype_object(cast_type_on(device)) : nullptr;
 }
 
 // For code that can't hold a CastScope: sets this thread's scope, returns what restores it.
@@ -975,6 +1105,10 @@ PyMethodDef module_functions[] = {
      "tensor arguments by `policy` and calls `original`."},
     {"cast_scope", with_keywords(cast_scope), METH_VARARGS | METH_KEYWORDS,
      "cast_scope(cast_type, forward=False): context manager; see apex_amp.amp.cast_state."},
+    {"region_scope", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(region_scope)), METH_FASTCALL,
+     "region_scope(cast_type, device_type, cached): context manager; see apex_amp.amp.autocast."},
+    {"autocast_scope", autocast_scope, METH_O, nullptr},
+    {"cast_type_on", cast_type_of_device, METH_O, nullptr},
     {"current_cast_type", get_cast_type, METH_NOARGS, nullptr},
     {"default_cast_type", get_default_cast_type, METH_NOARGS, nullptr},
     {"set_default_cast_type", set_default_cast_type, METH_O, nullptr},

@@ -56,7 +56,8 @@ def tier1(opt_level):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic" if opt_level == "O2" else None)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level,
+                                      loss_scale="dynamic" if opt_level == "O2" else None)
     train(model, optimizer)
     assert all(param.dtype == torch.float32 for param in amp.master_params(optimizer)) or opt_level == "O3"
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
@@ -66,7 +67,8 @@ def tier1(opt_level):
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     amp.load_state_dict(checkpoint["amp"])
-    assert amp.state_dict() == checkpoint["amp"] and set(checkpoint["amp"]["loss_scaler0"]) == {"loss_scale", "unskipped"}
+    assert amp.state_dict() == checkpoint["amp"]
+    assert set(checkpoint["amp"]["loss_scaler0"]) == {"loss_scale", "unskipped"}
 
 
 def tier2(opt_level):
@@ -76,10 +78,12 @@ def tier2(opt_level):
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         group = apex.parallel.create_syncbn_process_group(1)
         model = apex.parallel.convert_syncbn_model(Net(), process_group=group)
-        assert isinstance(model.norm, SyncBatchNorm) and isinstance(model.norm, apex.parallel.optimized_sync_batchnorm.SyncBatchNorm)
+        assert isinstance(model.norm, SyncBatchNorm)
+        assert apex.parallel.optimized_sync_batchnorm.SyncBatchNorm is SyncBatchNorm
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
-        parallel = DDP(model, message_size=250000000, delay_allreduce=True, gradient_predivide_factor=float(dist.get_world_size()))
+        parallel = DDP(model, message_size=250000000, delay_allreduce=True,
+                       gradient_predivide_factor=float(dist.get_world_size()))
         assert isinstance(parallel, apex.parallel.DistributedDataParallel) and parallel.module is model
         train(model, optimizer, forward=parallel)
         tensors = [torch.ones(2), torch.ones(3).half()]
@@ -117,7 +121,8 @@ def tier4(opt_level):
         train(model, optimizer)
     x, weight, bias = torch.randn(4, 8), torch.rand(8), torch.rand(8)
     expected = F.layer_norm(x, (8,), weight, bias, 1e-6)
-    for actual in (fused_layer_norm_affine(x, weight, bias, (8,)), mixed_dtype_fused_layer_norm_affine(x, weight, bias, (8,)),
+    for actual in (fused_layer_norm_affine(x, weight, bias, (8,)),
+                   mixed_dtype_fused_layer_norm_affine(x, weight, bias, (8,)),
                    FusedLayerNormAffineFunction.apply(x, weight, bias, (8,), 1e-6),
                    fused_layer_norm(x, (8,)) * weight + bias):
         torch.testing.assert_close(actual, expected)
@@ -226,8 +231,9 @@ def tier7(opt_level):
 
 def tier8(opt_level):
     from apex.contrib.optimizers import FP16_Optimizer as FP16_Optimizer_of_contrib
-    from apex.fp16_utils import (BN_convert_float, FP16_Optimizer, FP16Model, convert_network, master_params_to_model_params,
-                                 model_grads_to_master_grads, network_to_half, prep_param_lists, to_python_float)
+    from apex.fp16_utils import (BN_convert_float, FP16_Optimizer, FP16Model, convert_network,
+                                 master_params_to_model_params, model_grads_to_master_grads, network_to_half,
+                                 prep_param_lists, to_python_float)
     from apex.optimizers import FP16_Optimizer as FP16_Optimizer_of_2018
     x, y = batch()
     for cls, arguments in ((FP16_Optimizer, dict(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2 ** 16})),
@@ -250,6 +256,20 @@ def tier8(opt_level):
         optimizer.loss_scale = 64.0
         assert optimizer.loss_scale == 64.0
 
+    from apex.optimizers import FusedAdam
+    torch.manual_seed(0)
+    model = Net().half()
+    optimizer = FP16_Optimizer_of_2018(FusedAdam(model.parameters(), lr=0.05, bias_correction=False, max_grad_norm=1.0),
+                                       dynamic_loss_scale=True)
+    losses = []
+    for _ in range(30):
+        loss = F.cross_entropy(model(x.half()).float(), y)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0], losses
+
     model = convert_network(Net(), torch.float16)
     model_params, master_params = prep_param_lists(model)
     F.cross_entropy(model(x.half()).float(), y).backward()
@@ -265,7 +285,8 @@ def tier9(opt_level):
     from apex.parallel.LARC import LARC
     torch.manual_seed(0)
     model = Net()
-    optimizer = LARC(optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), trust_coefficient=0.05, clip=False)
+    optimizer = LARC(optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), trust_coefficient=0.05,
+                     clip=False)
     model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
     train(model, optimizer, steps=40)
 

@@ -115,7 +115,8 @@ def test_training_follows_fp32(mode: bool | None) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_initialized_model_compiles_whole(level: str, backend: str) -> None:
     torch._dynamo.reset()
-    model = amp.initialize(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 2)), opt_level=level, verbosity=0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 2))
+    model = amp.initialize(model, opt_level=level, verbosity=0)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for context in (amp.disable_casts, torch.enable_grad):
         with context():

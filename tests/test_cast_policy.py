@@ -118,7 +118,8 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 LOW_PRECISION_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, f: h @ f.t(), lambda h, f: f @ h.t(), lambda h, f: f @ f.t(), lambda h, f: f.matmul(f.t()),
     lambda h, f: torch.mm(f, h.t()), lambda h, f: torch.einsum("ij,kj->ik", h, f),
-    lambda h, f: torch.einsum("ij,kj->ik", [f, f]), lambda h, f: F.linear(f, h), lambda h, f: F.linear(input=f, weight=f),
+    lambda h, f: torch.einsum("ij,kj->ik", [f, f]), lambda h, f: F.linear(f, h),
+    lambda h, f: F.linear(input=f, weight=f),
     lambda h, f: F.prelu(f, torch.tensor([0.2])), lambda h, f: F.scaled_dot_product_attention(h, f, h),
     lambda h, f: F.scaled_dot_product_attention(h, h, f, attn_mask=torch.zeros(4, 4)),
     lambda h, f: F.scaled_dot_product_attention(query=f, key=h, value=h),
@@ -128,15 +129,16 @@ LOW_PRECISION_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
     lambda h, f: F.conv1d(f[None], h[:, :, None].expand(4, 8, 1)[:, :4]),
 ]
 FP32_CALLS: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda h: h.exp(), lambda h: torch.exp(h), lambda h: h ** 2, lambda h: 2 ** h, lambda h: h.pow(2), lambda h: h.sum(),
-    lambda h: h.sum(0), lambda h: h.sum(dim=0), lambda h: torch.sum(h, dim=(0, 1), keepdim=True), lambda h: h.norm(),
+    lambda h: h.exp(), lambda h: torch.exp(h), lambda h: h ** 2, lambda h: 2 ** h, lambda h: h.pow(2),
+    lambda h: h.sum(), lambda h: h.sum(0), lambda h: h.sum(dim=0), lambda h: torch.sum(h, dim=(0, 1), keepdim=True),
+    lambda h: h.norm(),
     lambda h: torch.norm(h), lambda h: torch.linalg.norm(h), lambda h: torch.linalg.vector_norm(h), lambda h: h.std(),
     lambda h: h.softmax(-1), lambda h: torch.softmax(h, -1), lambda h: F.softmax(h, dim=-1), lambda h: F.softmin(h, -1),
     lambda h: F.log_softmax(h, -1), lambda h: torch.special.log_softmax(h, -1), lambda h: nn.Softmax(-1)(h),
     lambda h: F.layer_norm(h, (8,)), lambda h: nn.LayerNorm(8)(h), lambda h: F.rms_norm(h, (8,)),
     lambda h: F.group_norm(h, 2), lambda h: h.logsumexp(0), lambda h: torch.cumsum(h, 0), lambda h: h.prod(),
-    lambda h: F.cross_entropy(h, torch.zeros(4, dtype=torch.long)), lambda h: F.mse_loss(h, h), lambda h: torch.cdist(h, h),
-    lambda h: F.interpolate(h[None], 4),
+    lambda h: F.cross_entropy(h, torch.zeros(4, dtype=torch.long)), lambda h: F.mse_loss(h, h),
+    lambda h: torch.cdist(h, h), lambda h: F.interpolate(h[None], 4),
     lambda h: F.grid_sample(h[None, None], h.new_zeros(1, 2, 2, 2), align_corners=False),
     lambda h: torch.linalg.inv(h[:, :4]), lambda h: torch.linalg.svdvals(h), lambda h: torch.matrix_exp(h[:, :4]),
     lambda h: h.cpu(),
@@ -157,8 +159,9 @@ PROMOTE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, f: torch.block_diag(h, f), lambda h, f: torch.logaddexp(h, f), lambda h, f: torch.outer(h[0], f[0]),
 ]
 IN_PLACE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
-    lambda x, y: x.add_(y), lambda x, y: x.sub_(y), lambda x, y: x.mul_(y), lambda x, y: x.div_(y), lambda x, y: x.copy_(y),
-    lambda x, y: x.__iadd__(y), lambda x, y: x.__imul__(y), lambda x, y: x.lerp_(y, 0.5), lambda x, y: x.atan2_(y),
+    lambda x, y: x.add_(y), lambda x, y: x.sub_(y), lambda x, y: x.mul_(y), lambda x, y: x.div_(y),
+    lambda x, y: x.copy_(y), lambda x, y: x.__iadd__(y), lambda x, y: x.__imul__(y), lambda x, y: x.lerp_(y, 0.5),
+    lambda x, y: x.atan2_(y),
     lambda x, y: x.addcmul_(y, y), lambda x, y: x.addmm_(y[:, :4], y[:4]), lambda x, y: x.masked_scatter_(y > 0, y),
     lambda x, y: x.index_put_((torch.tensor([0]),), y[0]), lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
     lambda x, y: x.scatter_add_(0, torch.zeros(1, 8, dtype=torch.long), y[:1]), lambda x, y: x.clamp_(min=y),
@@ -229,7 +232,8 @@ def test_fp32_in_place_is_refused_on_half_only(call: Callable[..., torch.Tensor]
 
 def test_bce_is_refused_on_half_with_the_way_out() -> None:
     probability = torch.full((3,), 0.5)
-    with pytest.raises(NotImplementedError, match=r"(?s)BCEWithLogitsLoss.*register_float_function\(torch, 'sigmoid'\)"):
+    advice = r"(?s)BCEWithLogitsLoss.*register_float_function\(torch, 'sigmoid'\)"
+    with pytest.raises(NotImplementedError, match=advice):
         F.binary_cross_entropy(probability.half(), probability)
     assert F.binary_cross_entropy(probability, probability).dtype == FLOAT
 

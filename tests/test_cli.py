@@ -33,7 +33,8 @@ def apex_amp(*arguments, cwd=None):
 
 PROBE = """
 import sys
-print(sys.argv, __name__, __file__, __package__, __spec__ is None, sys.path[0], sys.modules["__main__"].__dict__ is globals())
+print(sys.argv, __name__, __file__, __package__, __spec__ is None, sys.path[0])
+print(sys.modules["__main__"].__dict__ is globals())
 print(sorted(n for n in globals() if not n.startswith("__")))
 def fail():
     raise ValueError("from the script")
@@ -60,9 +61,9 @@ def project(tmp_path):
 
 
 @pytest.mark.parametrize("command", [
-    ["code/probe.py", "--force", "-m", "a b", "--"], ["link.py"], ["code/probe.py", "exit"], ["code/probe.py", "words"],
-    ["code/probe.py", "interrupt"], ["code/probe.py", "fail"], ["code/broken.py"], ["nothing.py"], ["code/package", "exit"],
-    ["-m", "code.package", "fail"], ["-m", "code.nothing"],
+    ["code/probe.py", "--force", "-m", "a b", "--"], ["link.py"], ["code/probe.py", "exit"],
+    ["code/probe.py", "words"], ["code/probe.py", "interrupt"], ["code/probe.py", "fail"], ["code/broken.py"],
+    ["nothing.py"], ["code/package", "exit"], ["-m", "code.package", "fail"], ["-m", "code.nothing"],
 ], ids=" ".join)
 def test_run_is_what_python_does(project, command):
     expected = run(*command, cwd=project)
@@ -72,13 +73,17 @@ def test_run_is_what_python_does(project, command):
     assert actual.stderr == expected.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_run_answers_apex_also_behind_torchrun(project):
     script = project / "train.py"
-    script.write_text("import apex.amp, os, sys; print('rank', os.environ['RANK'], sys.argv, apex.amp.initialize.__name__)")
+    script.write_text("import os, sys, apex.amp\n"
+                      "print('rank', os.environ['RANK'], sys.argv, apex.amp.initialize.__name__)\n")
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "apex_amp", "run",
                script, "--lr", "1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} [{str(script)!r}, '--lr', '1'] initialize" for rank in "01"]
+    expected = [f"rank {rank} [{str(script)!r}, '--lr', '1'] initialize" for rank in "01"]
+    assert sorted(done.stdout.splitlines()) == expected
 
 
 def test_run_with_legacy_torch(project):
@@ -158,6 +163,7 @@ def read_report(folder):
         return {level["opt_level"]: level for level in report["levels"]}, list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_compare_runs_every_level_and_reports(train_script):
     done = apex_amp("compare", "train.py", "--mode", "overflow", "--opt-levels", "O0", "O1", "O2", "O3", "--steps", "6",
                     "--out", "out", cwd=train_script)
@@ -180,9 +186,10 @@ def test_compare_runs_every_level_and_reports(train_script):
     assert [line.split()[0] for line in table[:5]] == ["level", "O0", "O1", "O2", "O3"]
 
 
+@pytest.mark.slow
 def test_compare_a_level_that_crashes_is_a_row(train_script):
-    done = apex_amp("compare", "--out", "out", "--opt-levels", "O0", "O2", "train.py", "--mode", "crash", "--", "--steps", "4",
-                    cwd=train_script)
+    done = apex_amp("compare", "--out", "out", "--opt-levels", "O0", "O2", "train.py", "--mode", "crash", "--",
+                    "--steps", "4", cwd=train_script)
     assert done.returncode == 1
     levels, _ = read_report(train_script / "out")
     assert levels["O0"]["error"] == "RuntimeError: no float here" and levels["O0"]["iterations"] == 0
@@ -191,10 +198,12 @@ def test_compare_a_level_that_crashes_is_a_row(train_script):
     assert "script is done 4" in (train_script / "out" / "O2.log").read_text()
 
 
+@pytest.mark.slow
 def test_compare_keeps_what_is_there_at_ctrl_c(train_script):
     process = subprocess.Popen(
-        [sys.executable, "-m", "apex_amp", "compare", "train.py", "--mode", "slow", "--opt-levels", "O0", "O1", "--out", "out"],
-        cwd=train_script, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        [sys.executable, "-m", "apex_amp", "compare", "train.py", "--mode", "slow", "--opt-levels", "O0", "O1",
+         "--out", "out"], cwd=train_script, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True)
     events = train_script / "out" / "O0.events"
     deadline = time.monotonic() + 120
     while not (events.exists() and '"iteration"' in events.read_text()):

@@ -8,6 +8,7 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opt_level, tiers", [
     ("O0", "1 2 9"), ("O1", "1 2 4 9"), ("O2", "1 2 4 5 9"), ("O1", "3 6"), ("O2", "3"), ("O1", "7"), ("O0", "8")])
 def test_tiers(opt_level, tiers):

@@ -12,66 +12,6 @@ from apex_amp import parallel
 WORLD_SIZE = 2
 
 
-# --- LARC -------------------------------------------------------------------------------------------------------------
-
-def larc_reference(param, grad, lr, weight_decay, trust_coefficient, clip, eps=1e-8):
-    """One SGD step under LARC, in float64, from the paper's formula."""
-    param, grad = param.double(), grad.double()
-    param_norm, grad_norm = param.norm(), grad.norm()
-    if param_norm == 0 or grad_norm == 0:
-        return param - lr * grad
-    rate = trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + eps)
-    if clip:
-        rate = min(rate / lr, 1)
-    return param - lr * rate * (grad + weight_decay * param)
-
-
-@pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("trust_coefficient", [0.001, 0.02, 50.0])
-def test_larc_step(clip, trust_coefficient):
-    generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(5, 3, generator=generator)), nn.Parameter(torch.zeros(4)),
-              nn.Parameter(torch.randn(2, generator=generator)), nn.Parameter(torch.randn(2, generator=generator))]
-    for param in params[:3]:
-        param.grad = torch.randn(param.shape, generator=generator)
-    params[2].grad.zero_()
-    expected = [param.detach().double() if param.grad is None else
-                larc_reference(param.detach(), param.grad, 0.1, 0.01, trust_coefficient, clip) for param in params]
-    optimizer = parallel.LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.01), trust_coefficient, clip)
-    optimizer.step()
-    for param, value in zip(params, expected):
-        torch.testing.assert_close(param.detach().double(), value, rtol=1e-5, atol=1e-6)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.01
-
-
-def test_larc_is_a_face_of_its_optimizer():
-    param = nn.Parameter(torch.ones(2))
-    inner = torch.optim.SGD([param], lr=0.1, momentum=0.9)
-    optimizer = parallel.LARC(inner)
-    assert optimizer.optim is inner and optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
-    loss = optimizer.step(lambda: param.square().sum().backward() or 7)
-    assert loss == 7
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.zero_grad()
-    assert param.grad is None
-    optimizer.load_state_dict(saved)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert len(inner.param_groups) == 2 and "LARC(SGD" in repr(optimizer)
-
-
-def test_larc_restores_weight_decay_when_the_step_fails():
-    param = nn.Parameter(torch.ones(2))
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            raise RuntimeError("no")
-
-    optimizer = parallel.LARC(Failing([param], lr=0.1, weight_decay=0.5))
-    with pytest.raises(RuntimeError, match="no"):
-        optimizer.step()
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-
-
 # --- SyncBatchNorm in one process -------------------------------------------------------------------------------------
 
 def test_convert_syncbn_model_keeps_parameters_buffers_and_mode():
@@ -227,5 +167,7 @@ def check_everything(rank, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_collectives_in_two_processes(tmp_path):
     torch.multiprocessing.spawn(check_everything, (str(tmp_path),), nprocs=WORLD_SIZE)

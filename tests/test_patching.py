@@ -27,6 +27,11 @@ torch.compile(torch.neg, backend="eager")(torch.ones(1))  # the first compilatio
 ORIGINALS = {"mm": torch.mm, "softmax": torch.softmax, "linear": F.linear, "matmul": torch.Tensor.matmul}
 
 
+def cast_to_half() -> None:
+    cast_state.set_cast_devices({"cpu"})
+    cast_state.set_default_cast_type(HALF)
+
+
 def torch_names() -> dict[tuple[str, str], int]:
     owners = [torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch._VF, torch.jit,
               torch.nn.modules.rnn, torch.utils.checkpoint, torch.utils.data._utils.worker,
@@ -67,16 +72,18 @@ def test_a_function_held_after_uninstall_acts_as_the_original(casts: None) -> No
     assert held(torch.ones(2, 2), torch.ones(2, 2)).dtype == HALF
 
 
-def test_somebody_elses_patch_stays(casts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_elses_patch_stays(casts: None) -> None:
     ours = torch.exp
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
         return ours(x)
 
-    monkeypatch.setattr(torch, "exp", theirs)
-    patching.uninstall()
-    assert torch.exp is theirs and torch.exp(torch.ones(1).half()).dtype == HALF
-    monkeypatch.setattr(torch, "exp", ours.__wrapped__)
+    torch.exp = theirs
+    try:
+        patching.uninstall()
+        assert torch.exp is theirs and torch.exp(torch.ones(1).half()).dtype == HALF
+    finally:
+        torch.exp = ours.__wrapped__
 
 
 def test_a_patched_name_keeps_its_identity(casts: None) -> None:
@@ -146,7 +153,7 @@ def test_early_bound_names_are_rebound_and_put_back(user_module: Any) -> None:
         assert user_module.mm is torch.mm and user_module.Layer.act is torch.tan
         assert user_module.layer.up is F.interpolate and user_module.linear == F.linear
         assert isinstance(user_module.linear, _C.CastFunction)
-        cast_state.set_default_cast_type(HALF)
+        cast_to_half()
         assert user_module.layer.act(torch.ones(1).half()).dtype == FLOAT
         pickle.dumps(user_module.layer.up)
     finally:
@@ -210,7 +217,7 @@ def test_lists_are_read_when_patches_are_installed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cast_lists, "LOW_PRECISION", [*cast_lists.LOW_PRECISION, "softmax"])
     patching.install()
     try:
-        cast_state.set_default_cast_type(HALF)
+        cast_to_half()
         assert F.softmax(torch.ones(2), -1).dtype == HALF
     finally:
         patching.uninstall()

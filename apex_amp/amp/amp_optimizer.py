@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import weakref
 from typing import Any, Callable, Sequence
 
 import torch
 
+from .._C import set_grads
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
 from .gradients import Gradients, is_distributed
@@ -72,6 +74,7 @@ class Stash:
         left = self.gradients.left_scaled
         if left is None or left.scaler is unless_by or (unless_by is not None and is_distributed()):
             return False
+        self.gradients.catch_up()
         self.gradients.open(optimizer.param_groups, left.scaler, self.skip_is_pending())
         unscale(left.scaler, [self])
         return True
@@ -124,8 +127,9 @@ def wrap_optimizer(optimizer: Any, setup: Setup, fp32_values: dict[torch.Tensor,
     optimizer._amp_stash = Stash(setup, masters, getattr(optimizer, "materialize_master_grads", True))
     if getattr(instance_step, "_wrapped_by_lr_sched", False):
         _let_schedulers_see_steps(optimizer)
-    elif instance_step is not None:
-        optimizer._amp_stash.instance_step = instance_step
+        function = instance_step.__wrapped__  # the class's step, or what the user had put on the instance before
+        instance_step = None if function is base_of(optimizer).step else types.MethodType(function, optimizer)
+    optimizer._amp_stash.instance_step = instance_step
 
 
 def unwrap_optimizer(optimizer: Any) -> None:
@@ -144,10 +148,10 @@ def unwrap_optimizer(optimizer: Any) -> None:
     instance_step = optimizer._amp_stash.instance_step
     del optimizer._amp_stash
     optimizer.__class__ = base_of(optimizer)
+    if instance_step is not None:
+        optimizer.step = instance_step
     if scheduled:
         _let_schedulers_see_steps(optimizer)
-    elif instance_step is not None:
-        optimizer.step = instance_step
 
 
 def stash_of(optimizer: Any) -> Stash | None:
@@ -177,15 +181,15 @@ def _state_of(optimizer: Any) -> dict:
 
 
 def _let_schedulers_see_steps(optimizer: Any) -> None:
-    """Puts torch's own marker on `step` again: a learning-rate scheduler made before had wrapped the class's old step."""
+    """Puts torch's own marker on `step` again: a learning-rate scheduler made before had wrapped the step of then."""
     reference = weakref.ref(optimizer)
-    class_step = type(optimizer).step
+    plain_step = optimizer.step.__func__
 
-    @functools.wraps(class_step)
+    @functools.wraps(plain_step)
     def step(*args: Any, **kwargs: Any) -> Any:
         self = reference()
         self._opt_called = True
-        return class_step(self, *args, **kwargs)
+        return plain_step(self, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True
     optimizer.step = step
@@ -203,14 +207,11 @@ def _namespace(base: type) -> dict[str, Any]:
         base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict) -> None:
-        masters = self._amp_stash.masters
         earlier = list(self.param_groups)
         base.add_param_group(self, param_group)
-        if masters is not None:
-            for group in self.param_groups:
-                if not any(group is other for other in earlier):
-                    _refuse_duplicates(self, group, masters)
-                    _replace_by_masters(self, group, masters, {})
+        for group in self.param_groups:
+            if not any(group is other for other in earlier):
+                _adopt_group(self, group)
 
     def make_masters_now(self: Any) -> None:
         """Does nothing: Apex made masters at the first backward unless asked earlier."""
@@ -251,13 +252,21 @@ def _rebuild(base: type, make: Callable, arguments: tuple) -> Any:
     return optimizer
 
 
-def _refuse_duplicates(optimizer: Any, group: dict, masters: MasterWeights) -> None:
-    """The base class compares with the masters in `param_groups`, so it cannot see that a model parameter is there already."""
-    present = set(map(id, masters.model_params))
+def _adopt_group(optimizer: Any, group: dict) -> None:
+    """Lets amp know a group that the base class has just added."""
+    stash = optimizer._amp_stash
+    if any(not scaler.is_identity for scaler in stash.setup.loss_scalers):
+        # No block knew these parameters as the optimizer's: what they have are scaled gradients that nobody unscaled.
+        set_grads(group["params"])
+    if stash.masters is None:
+        return
+    # The base class compares with the masters in param_groups, so it cannot see that a model parameter is there already.
+    present = set(map(id, stash.masters.model_params))
     if any(id(parameter) in present for parameter in group["params"]):
         optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
         raise ValueError("some parameters appear in more than one parameter group: add_param_group was given parameters whose "
                          "FP32 masters this optimizer has already")
+    _replace_by_masters(optimizer, group, stash.masters, {})
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -274,34 +283,37 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
         closure = _Closure(closure, optimizer)
         args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
         if stash.skip_is_pending():
-            loss = closure()
+            loss = closure.run()
             stash.begin_step()
-            return _after_step(stash, loss)
+            return _end_step(stash, loss)
     _prepare(stash)
     on_device = closure is None and _decide_on_device(optimizer, stash)
     if closure is None:
         stash.begin_step()
         if not on_device and stash.last_step_skipped():
-            return _after_step(stash, None)
+            return _end_step(stash, None)
+    writes_model_params = stash.masters is not None and getattr(optimizer, "_writes_model_params", False)
     try:
         if on_device:
             optimizer.found_inf = functools.reduce(torch.maximum, [overflow.found_inf for overflow in stash.last_step])
-        if stash.masters is not None and getattr(optimizer, "_writes_model_params", False):
+        if writes_model_params:
             optimizer._amp_step = AmpStep(stash)
         with cast_scope(None):
             loss = stash.instance_step(*args, **kwargs) if stash.instance_step else base_step(optimizer, *args, **kwargs)
     except _OverflowInClosure as overflow:
-        loss = overflow.loss
+        return _end_step(stash, overflow.loss)
     finally:
         vars(optimizer).pop("found_inf", None)
         vars(optimizer).pop("_amp_step", None)
-    return _after_step(stash, loss)
-
-
-def _after_step(stash: Stash, loss: Any) -> Any:
-    stash.gradients.clear_masters()
-    if stash.masters is not None:
+    if writes_model_params:
         stash.masters.sync()
+    elif stash.masters is not None:
+        stash.masters.push()  # the optimizer may have written where no version counter moves
+    return _end_step(stash, loss)
+
+
+def _end_step(stash: Stash, loss: Any) -> Any:
+    stash.gradients.clear_masters()
     clear_weight_cache()
     return loss
 
@@ -366,9 +378,8 @@ class _Closure:
     def __call__(self) -> Any:
         stash = self._optimizer._amp_stash
         if stash.masters is not None:
-            stash.masters.sync()
-        with torch.enable_grad(), cast_scope(self._cast_type):
-            loss = self._closure()
+            stash.masters.push()
+        loss = self.run()
         _prepare(stash)
         stash.begin_step()
         if stash.last_step_skipped():
@@ -377,6 +388,10 @@ class _Closure:
             raise RuntimeError(f"gradient overflow in a closure that {type(self._optimizer).__name__}.step called after moving the "
                                "parameters: the step can't be undone. Give amp.initialize a lower, static loss_scale.")
         return loss
+
+    def run(self) -> Any:
+        with torch.enable_grad(), cast_scope(self._cast_type):
+            return self._closure()
 
     def _parameter_versions(self) -> list[int]:
         return [parameter._version for group in self._optimizer.param_groups for parameter in group["params"]]

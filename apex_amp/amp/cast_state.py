@@ -15,11 +15,13 @@ from apex_amp import _C
 __all__ = ["cast_scope", "clear_weight_cache", "current_cast_type", "disable_casts", "set_cast_devices",
            "set_default_cast_type"]
 
+CastScope = contextlib.AbstractContextManager[None]
+
 state = _C.CastState()  # its `cast_type` is the calling thread's
 devices: frozenset[str] | None = None  # device types that are cast; None: all
 
 
-def cast_scope(cast_type: torch.dtype | None, forward: bool = False) -> contextlib.AbstractContextManager[None]:
+def cast_scope(cast_type: torch.dtype | None, forward: bool = False) -> CastScope:
     """Context manager: inside it, patched functions of this thread cast to `cast_type`.
 
     None means plain torch. Scopes nest, and exceptions leave them like any other exit.
@@ -29,7 +31,15 @@ def cast_scope(cast_type: torch.dtype | None, forward: bool = False) -> contextl
     return _C.cast_scope(cast_type, forward)
 
 
-def disable_casts() -> contextlib.AbstractContextManager[None]:
+def cast_region(cast_type: torch.dtype | None, device_type: str, cached: bool) -> CastScope:
+    """Context manager of the native face: a scope that speaks for tensors on one device type only.
+
+    Cached casts leave with the outermost region; `cached=False` makes none.
+    """
+    return _C.region_scope(cast_type, device_type, cached)
+
+
+def disable_casts() -> CastScope:
     """Context manager: inside it, this thread runs plain torch, in the dtypes its tensors have."""
     return _C.cast_scope(None)
 
@@ -37,6 +47,11 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
 def current_cast_type() -> torch.dtype | None:
     """The type casts of the calling thread aim at now; None while casts are off."""
     return _C.current_cast_type()
+
+
+def cast_type_on(device_type: str) -> torch.dtype | None:
+    """The type that casts of tensors on `device_type` ("cpu", "cuda", ...) aim at now; None where there are none."""
+    return _C.cast_type_on(device_type)
 
 
 def set_default_cast_type(cast_type: torch.dtype | None) -> None:

@@ -303,13 +303,16 @@ def _check_models(models: list[nn.Module], options: Options) -> None:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to "
                                "the model(s) AFTER they have been returned from amp.initialize.")
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(model).__mro__):
+            raise RuntimeError("Incoming model is an instance of FullyShardedDataParallel, whose flat parameters hide an overflow of one rank "
+                               "from the others: use torch.distributed.fsdp.fully_shard, at opt_level='O1' or 'O4'.")
         if isinstance(model, torch.jit.ScriptModule):
             raise RuntimeError("Incoming model is a ScriptModule, whose forward can't be changed any more: call amp.initialize "
                                "first, then torch.jit.script.")
         for name, parameter in model.named_parameters():
             if options.casts_weights and hasattr(parameter, "device_mesh"):
                 raise RuntimeError(f"parameter {name} is sharded (a DTensor), and {options.opt_level} would replace it by a low-precision one: "
-                                   "with fully_shard use opt_level='O1' or 'O4'.")
+                                   "use opt_level='O1' or 'O4' with fully_shard.")
         if cast_of(model) is None and not process.allow_incoming_model_not_fp32:
             _check_is_fp32(model)
 

@@ -63,17 +63,20 @@ class Gradients:
 
     # --- the scale_loss window, in the order of its calls -------------------------------------------------------------
 
+    def catch_up(self) -> None:
+        """Before a block: does to the masters' gradients whatever is still to be done since the last one."""
+        self.materialize_masters()
+        self.reconcile()
+
     def open(self, param_groups: list[dict], scaler: LossScaler, skip_is_pending: bool,
              taken: set[int] | None = None) -> None:
-        """Before the backward: sets earlier gradients aside, so that the backward starts from none.
+        """Before the backward: sets earlier gradients aside, so that the backward starts from none. `catch_up` comes first.
 
         Args:
             skip_is_pending: earlier gradients are known not to be finite and will not be used: where they would have to be
                 mixed with new ones they are dropped, so that one overflow does not count twice.
             taken: ids of the carriers that another optimizer of this block has; receives those of this one.
         """
-        self.materialize_masters()
-        self.reconcile()
         self._skip_is_pending = skip_is_pending
         self._list_parameters(param_groups, taken)
         self._set_aside = get_grads(self._carriers)
@@ -396,7 +399,7 @@ def _accumulate_one(holder: Tensor, grad: Tensor, before: Tensor | None, factor:
         flag = (~torch.isfinite(values.detach())).any().to(found_inf.device, torch.float32)
         result = values.to(holder.dtype)
         if grad.is_sparse:
-            result = torch.sparse_coo_tensor(grad._indices(), result, grad.shape).coalesce()
+            result = torch.sparse_coo_tensor(grad._indices(), result, grad.shape, check_invariants=False).coalesce()
         if before is not None:
             result = result + before if before.is_sparse and not result.is_sparse else before + result
         holder.grad = result

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +25,8 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
+    _pause_in_torch_autocast(replace)
+    _parallel_workers_in_caller_state(replace)
 
 
 def _script_without_patches(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
@@ -40,22 +43,32 @@ def _script_without_patches(replace: Replace, lifted: Callable[[], AbstractConte
     replace(torch.jit._script, "script", script)
 
 
+def _in_present_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the cast state that the calling thread has now, whenever and in whatever thread it runs."""
+    state = _C.scope_token()
+
+    def in_state(*args: Any, **kwargs: Any) -> Any:
+        with _C.resume_scope(state):
+            return function(*args, **kwargs)
+
+    return in_state
+
+
 def _recompute_in_forward_state(replace: Replace) -> None:
-    """Non-reentrant checkpoints recompute inside backward; reentrant ones are custom Functions."""
-    name = "_checkpoint_without_reentrant_generator"
-    original = getattr(torch.utils.checkpoint, name)
+    """Checkpoints recompute inside backward, in torch.autocast's state of their forward, and so in this one."""
+    checkpoint = torch.utils.checkpoint
+    generator, forward = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.forward
 
-    @functools.wraps(original)
-    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _C.scope_token()
+    @functools.wraps(generator)
+    def _checkpoint_without_reentrant_generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return generator(_in_present_state(fn), *args, **kwargs)
 
-        def run(*inputs: Any, **named: Any) -> Any:
-            with _C.resume_scope(state):
-                return fn(*inputs, **named)
+    @functools.wraps(forward)
+    def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, _in_present_state(run_function), *args)
 
-        return original(run, *args, **kwargs)
-
-    replace(torch.utils.checkpoint, name, generator)
+    replace(checkpoint, generator.__name__, _checkpoint_without_reentrant_generator)
+    replace(checkpoint.CheckpointFunction, "forward", staticmethod(reentrant))
 
 
 def _backward_in_forward_state(replace: Replace) -> None:
@@ -67,7 +80,10 @@ def _backward_in_forward_state(replace: Replace) -> None:
 
     @functools.wraps(original)
     def apply(self: Any, *args: Any) -> Any:
-        with _C.resume_scope(self._cast_state):
+        state = getattr(self, "_cast_state", None)
+        if state is None:  # its forward ran before the patches were installed
+            return original(self, *args)
+        with _C.resume_scope(state):
             return original(self, *args)
 
     replace(BackwardCFunction, "__init__", __init__)
@@ -101,7 +117,7 @@ def _no_cached_casts_across_graph_capture(replace: Replace) -> None:
 
 def _notice_data_access(replace: Replace) -> None:
     """`p.data` hands out the memory of `p` with a version counter of its own."""
-    original = torch._C.TensorBase.data
+    original: Any = torch._C.TensorBase.data  # the descriptor itself
 
     def get(self: Any) -> Any:
         _C.drop_cached_casts(self)
@@ -110,7 +126,41 @@ def _notice_data_access(replace: Replace) -> None:
     replace(torch.Tensor, "data", property(get, original.__set__, original.__delete__, original.__doc__))
 
 
+def _pause_in_torch_autocast(replace: Replace) -> None:
+    """Of nested regions the innermost decides: inside torch's own, casts on its device type are torch's."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        entered = enter(self)
+        scope = _C.autocast_scope(self.device)
+        scope.__enter__()
+        vars(self).setdefault("_paused_casts", []).append(scope)
+        return entered
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *exception: Any) -> Any:
+        if vars(self).get("_paused_casts"):  # not when it was entered before the patches were installed
+            self._paused_casts.pop().__exit__(*exception)
+        return leave(self, *exception)
+
+    replace(torch.autocast, "__enter__", __enter__)
+    replace(torch.autocast, "__exit__", __exit__)
+
+
+def _parallel_workers_in_caller_state(replace: Replace) -> None:
+    """DataParallel runs replicas in threads that take over torch.autocast's state, and so this one."""
+    original = torch.nn.parallel.parallel_apply
+
+    @functools.wraps(original)
+    def parallel_apply(modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        return original([_in_present_state(module) for module in modules], *args, **kwargs)
+
+    for owner in (torch.nn.parallel, sys.modules[original.__module__], sys.modules[torch.nn.DataParallel.__module__]):
+        replace(owner, "parallel_apply", parallel_apply)
+
+
 def free_deleted_models(phase: str, info: dict[str, int]) -> None:
-    """For gc.callbacks. A cached cast reaches its parameter through grad_fn, where the collector can't see: let go first."""
+    """For gc.callbacks: a cached cast reaches its parameter through grad_fn, where the collector can't see."""
     if phase == "start" and info["generation"] == 2:
         _C.clear_weight_cache()

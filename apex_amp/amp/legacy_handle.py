@@ -108,8 +108,8 @@ class OptimWrapper:
             yield loss
             return
         if self._loss_index == self._num_loss:
-            raise RuntimeError(f"optimizer.scale_loss: this is loss {self._num_loss + 1} since the last step, expected at "
-                               f"most num_loss={self._num_loss}; give wrap_optimizer the number of losses")
+            raise RuntimeError(f"optimizer.scale_loss: this is loss {self._num_loss + 1} since the last step, expected "
+                               f"at most num_loss={self._num_loss}; give wrap_optimizer the number of losses")
         with scale_loss(loss, self._optimizer, loss_id=self._loss_index) as scaled_loss:
             yield scaled_loss
         self._loss_index += 1
@@ -211,7 +211,7 @@ class _LegacyLossScaler:
         self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:
-        """Grows or backs off by `_overflow_buf`, which scripts replace by their own; returns whether to skip the step."""
+        """Grows or backs off by `_overflow_buf`, which scripts replace by their own; returns whether to skip."""
         found_inf = self._overflow_buf != 0
         self._scaler.found_inf.copy_(found_inf.reshape(1))
         self._scaler.update()
@@ -280,7 +280,7 @@ _amp_state = _AmpState()
 # --- amp.lists --------------------------------------------------------------------------------------------------------
 
 class _NameList(MutableSequence):
-    """One of Apex's lists of function names: the names of `cast_lists`, in which a name stands for all its namespaces."""
+    """One of Apex's lists of function names: those of `cast_lists`, where a name stands for all its namespaces."""
 
     def __init__(self, names: list[str]):
         self._names = names
@@ -308,7 +308,8 @@ class _NameList(MutableSequence):
 
 
 def _overrides(name: str, module: Any) -> types.ModuleType:
-    face = types.ModuleType(f"apex.amp.lists.{name}", "Lists of names that amp casts; change them before amp.initialize.")
+    face = types.ModuleType(f"apex.amp.lists.{name}",
+                            "Lists of names that amp casts; change them before amp.initialize.")
     low_precision = _NameList(cast_lists.LOW_PRECISION)
     face.__dict__.update(MODULE=module, FP16_FUNCS=low_precision, BFLOAT16_FUNCS=low_precision,
                          FP32_FUNCS=_NameList(cast_lists.FP32), CASTS=_NameList(cast_lists.PROMOTE),

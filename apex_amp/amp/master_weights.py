@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,11 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 class MasterWeights:
     """The pairs of one optimizer, in the order of its param_groups.
 
-    A pair is kept equal by version counters: whichever side was written since the last `sync` overwrites the other, the
+    A pair is kept equal by version counters: whichever side was written since the last `sync` goes over to the other, the
     master when both were. So an optimizer step, `load_state_dict`, an in-place write into a `state_dict()` value (which
-    aliases the master) and a write into the model parameter all reach the other side. Writes through `.data` move no
-    counter: `pull` takes the model's values whatever the counters say.
+    aliases the master) and a write into the model parameter all reach the other side. Elements of a model parameter that
+    still are their master's rounded value leave it exact. Writes through `.data` move no counter: `pull` takes the model's
+    values whatever the counters say.
     """
 
     # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
@@ -34,8 +35,11 @@ class MasterWeights:
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
         self._master_index: dict[int, int] = {}
-        self._model_versions: list[int] = []
-        self._master_versions: list[int] = []
+        # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a parameter
+        # in two optimizers is one pair.
+        self._seen: list[list[int]] = []
+        # All versions after the last whole sync: while they stay, nothing was written.
+        self._quiet: tuple[list[int], list[int]] = [], []
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
@@ -43,8 +47,8 @@ class MasterWeights:
         if master is not None:
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
-            value = parameter.detach().float() if fp32_value is None else fp32_value.detach()
-            master = nn.Parameter(value, requires_grad=True)
+            # Not detach(): it would share the version counter of what it was detached from.
+            master = nn.Parameter(parameter.data.float() if fp32_value is None else fp32_value.data)
         self._append(parameter, master)
         return master
 
@@ -55,8 +59,7 @@ class MasterWeights:
         # The parameter finds its master, and carries the master's FP32 gradient as its own.
         parameter._amp_master = master
         parameter.grad_dtype = None
-        self._model_versions.append(parameter._version)
-        self._master_versions.append(master._version)
+        self._seen.append(vars(master).setdefault("_amp_seen", [master._version, parameter._version]))
 
     def detach(self) -> None:
         """Parts the pairs: the model parameters forget their masters and carry gradients of their own dtype again."""
@@ -72,27 +75,36 @@ class MasterWeights:
 
         Costs two integer comparisons a pair when nothing was written.
         """
-        master_versions, model_versions = versions(self.masters), versions(self.model_params)
-        if master_versions == self._master_versions and model_versions == self._model_versions:
+        if parameters is None and (versions(self.masters), versions(self.model_params)) == self._quiet:
             return
-        chosen = self._chosen(parameters)
-        pushed = [i for i in chosen if master_versions[i] != self._master_versions[i]]
-        pulled = [i for i in chosen if master_versions[i] == self._master_versions[i]
-                  and model_versions[i] != self._model_versions[i]]
-        self._copy(self.masters, self.model_params, pushed)
-        self._copy(self.model_params, self.masters, pulled)
+        pushed, pulled = [], []
+        for i in range(len(self.masters)) if parameters is None else self._chosen(parameters):
+            master_version, model_version = self._seen[i]
+            if self.masters[i]._version != master_version:
+                pushed.append(i)
+            elif self.model_params[i]._version != model_version:
+                pulled.append(i)
+        self._push(pushed)
+        self._pull(pulled)
+        if parameters is None:
+            self._quiet = versions(self.masters), versions(self.model_params)
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Overwrites the model's values by the masters', whatever the counters say."""
+        self._push(range(len(self.masters)))
 
     @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Overwrites the masters of `parameters` by the model's values."""
-        self._copy(self.model_params, self.masters, self._chosen(parameters))
+        """Takes the model's values of `parameters` over into their masters."""
+        self._pull(self._chosen(parameters))
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
         """Gives every rank of `group` the masters of its first one, exactly, and the model parameters that belong to them."""
         for master in self.masters:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
-        self._copy(self.masters, self.model_params, self._chosen(None))
+        self._push(range(len(self.masters)))
 
     def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
         """The low-precision side of `master`'s pair; None for a tensor that is no master."""
@@ -109,26 +121,30 @@ class MasterWeights:
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
 
-    def _chosen(self, parameters: Iterable[nn.Parameter] | None) -> list[int]:
-        if parameters is None:
-            return list(range(len(self.masters)))
+    def _chosen(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         return [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
 
-    def _copy(self, sources: list[nn.Parameter], targets: list[nn.Parameter], chosen: list[int]) -> None:
-        multi_tensor_copy([sources[i] for i in chosen], [targets[i] for i in chosen])
+    def _push(self, chosen: Sequence[int]) -> None:
+        multi_tensor_copy([self.masters[i] for i in chosen], [self.model_params[i] for i in chosen])
         self._note_versions(chosen)
 
-    def _note_versions(self, chosen: list[int]) -> None:
+    def _pull(self, chosen: Sequence[int]) -> None:
         for i in chosen:
-            self._master_versions[i] = self.masters[i]._version
-            self._model_versions[i] = self.model_params[i]._version
+            parameter, master = self.model_params[i], self.masters[i]
+            master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
+        self._note_versions(chosen)
+
+    def _note_versions(self, chosen: Sequence[int]) -> None:
+        for i in chosen:
+            self._seen[i][:] = self.masters[i]._version, self.model_params[i]._version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
         duplicate = memo[id(self)] = MasterWeights()
         for parameter, master in zip(self.model_params, self.masters):
             copied = copy.deepcopy(master, memo)
-            vars(copied).update(vars(master))
+            if hasattr(master, "_amp_is_shared"):
+                copied._amp_is_shared = True
             duplicate._append(copy.deepcopy(parameter, memo), copied)
         return duplicate
 
@@ -140,6 +156,7 @@ class MasterWeights:
         MasterWeights.__init__(self)
         for parameter, master in state["pairs"]:
             self._append(parameter, master)
+        self._note_versions(range(len(self.masters)))
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------

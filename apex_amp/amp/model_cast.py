@@ -29,7 +29,7 @@ class ModelCast:
     `cast_type`: what patched functions cast to inside its forward (None: they do not). `input_type` and `output_type`: what
     floating inputs and outputs of forward are cast to (None: left alone). `masters`: the FP32 master weights of its
     parameters, one object an optimizer. `instance_forward`: a forward that the user had put on the instance. `ddp`: the
-    DistributedDataParallel wrapper around it, held weakly.
+    DistributedDataParallel wrapper around it, held weakly. `is_checked`: its first forward found nothing wrong.
     """
     cast_type: torch.dtype | None
     input_type: torch.dtype | None
@@ -37,6 +37,7 @@ class ModelCast:
     masters: list[MasterWeights] = dataclasses.field(default_factory=list)
     instance_forward: Callable | None = None
     ddp: weakref.ref | None = None
+    is_checked: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "ddp": None}
@@ -93,7 +94,8 @@ def _namespace(base: type) -> dict[str, Any]:
         if cast is None:
             return base.forward(self, *args, **kwargs)
         if cast.masters and not torch.compiler.is_compiling() and "_is_replica" not in self.__dict__:
-            _check_not_sharded(self)
+            if not cast.is_checked:
+                _check_not_sharded(self, cast)
             cast.sync()
         if cast.input_type is not None:
             args, kwargs = cast_floating(args, cast.input_type), cast_floating(kwargs, cast.input_type)
@@ -138,17 +140,18 @@ def _feed_scripted_modules_fp32(model: nn.Module) -> None:
 
 def _forward_in_fp32(scripted: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast_floating((args, kwargs), torch.float32)
-    return type(scripted).forward.__get__(scripted)(*args, **kwargs)
+    return scripted.__getattr__("forward")(*args, **kwargs)  # past the instance's own
 
 
 def _scripted_modules(model: nn.Module) -> list[torch.jit.ScriptModule]:
     return [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
 
 
-def _check_not_sharded(model: nn.Module) -> None:
-    if "_is_fsdp_managed_module" in model.__dict__:
+def _check_not_sharded(model: nn.Module, cast: ModelCast) -> None:
+    if any("_is_fsdp_managed_module" in module.__dict__ for module in model.modules()):
         raise RuntimeError("fully_shard replaced the low-precision parameters that amp.initialize made, so their FP32 masters can't be "
                            "trained: use opt_level='O1' or 'O4' with fully_shard.")
+    cast.is_checked = True
 
 
 # --- copies and pickles -----------------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, fp32_modules: set[nn.Modu
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 if not isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-                    fp32_values.setdefault(parameter, parameter.detach().float())
+                    fp32_values.setdefault(parameter, parameter.data.float())
                 parameter.grad = None
                 parameter.data = parameter.data.to(dtype)
         for buffer in module._buffers.values():

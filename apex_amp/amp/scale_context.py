@@ -64,6 +64,8 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
     scaler.to(loss.device)
     for optimizer, stash in zip(listed, stashes):
         stash.finish_left_scaled(optimizer, unless_by=scaler)
+    for stash in stashes:
+        stash.gradients.catch_up()
     taken: set[int] | None = set() if len(listed) > 1 else None
     try:
         for optimizer, stash in zip(listed, stashes):

@@ -9,7 +9,6 @@ Nothing here is loaded before something else has imported torch._dynamo.
 """
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -79,7 +78,7 @@ def _to(value: Any, target: torch.dtype) -> Any:
 
 
 def _exceeds(values: Any, dtypes: set[torch.dtype]) -> bool:
-    limit = 65504.0 if torch.float16 in dtypes else 3.3895313892515355e38
+    limit = torch.finfo(torch.float16 if torch.float16 in dtypes else torch.bfloat16).max
     return any(type(value) in (int, float) and limit < abs(value) < float("inf") for value in values)
 
 
@@ -204,7 +203,7 @@ def _teach_dynamo() -> None:
 
     for cast_function in (_C.CastFunction, _C.CastMethod):
         VariableBuilder._type_dispatch()[cast_function] = build
-        SourcelessBuilder._type_handlers[cast_function] = build_without_source
+        SourcelessBuilder._type_handlers[cast_function] = build_without_source  # type: ignore[attr-defined]
     torch._dynamo.substitute_in_graph(_C.cast_scope, skip_signature_check=True)(_traced_scope)
     torch._dynamo.allow_in_graph(_swap_scope)
     torch.fx.node.has_side_effect(_swap_scope)
@@ -219,7 +218,9 @@ def _guard_cast_type() -> Any:
     from torch._dynamo.source import AttrSource, ImportSource
 
     package, *attributes = f"{cast_state.__name__}.state.cast_type".split(".")
-    source = functools.reduce(AttrSource, attributes, ImportSource(package))
+    source: Any = ImportSource(package)
+    for attribute in attributes:
+        source = AttrSource(source, attribute)
     install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
     # The graph names the method, not its casts: keep compile caches from taking one for the other.
     torch.compiler.config.cache_key_tag = f"{_cache_key_tag}apex_amp {_C.current_cast_type()} {_lists_digest}"

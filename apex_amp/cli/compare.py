@@ -62,7 +62,7 @@ def positive_int(text: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Options from before and behind SCRIPT; `command` is what remains: the script (or -m and a module) and its arguments."""
+    """Options from before and behind SCRIPT; `command` is the rest: script (or -m and module) and its arguments."""
     parser = make_parser()
     parser.add_argument("--seed", type=int, default=0, help="seed of random, numpy and torch in each run (default: 0)")
     add_legacy_options(parser)
@@ -88,8 +88,8 @@ def join_levels(argv: Sequence[str]) -> list[str]:
     """`--opt-levels O0 O1` as `--opt-levels O0,O1`, so that SCRIPT may follow it."""
     joined: list[str] = []
     for token in argv:
-        follows_level = len(joined) >= 2 and joined[-2] == "--opt-levels" and re.fullmatch(r"[O0]\d(,[O0]\d)*", joined[-1])
-        if follows_level and re.fullmatch(r"[O0]\d", token):
+        follows_option = len(joined) >= 2 and joined[-2] == "--opt-levels"
+        if follows_option and re.fullmatch(r"[O0]\d", token) and re.fullmatch(r"[O0]\d(,[O0]\d)*", joined[-1]):
             joined[-1] += "," + token
         else:
             joined.append(token)

@@ -80,8 +80,8 @@ def describe_extension(report: Report) -> bool:
         report.fact("CUDA kernels", "not built: this torch has no CUDA")
     else:
         report.fact("CUDA kernels", "not built: no CUDA toolkit of torch's major version was found at install time. "
-                    "Everything works on CUDA through torch's own foreach kernels, with more launches and memory traffic; "
-                    f"for the fused ones install the CUDA {torch.version.cuda} toolkit and run: {REBUILD}")
+                    "Everything works on CUDA through torch's own foreach kernels, with more launches and memory "
+                    f"traffic; for the fused ones install the CUDA {torch.version.cuda} toolkit and run: {REBUILD}")
     if not torch.cuda.is_available():
         report.fact("GPUs", "none" if torch.version.cuda is None else "none visible to torch")
     for index in range(torch.cuda.device_count()):
@@ -158,7 +158,7 @@ def check_training_step(device: torch.device) -> str:
             optimizer.zero_grad()
             moved, backed_off = not torch.equal(model.weight, weight_before), amp.loss_scale() < scale_before
             if (moved, backed_off) != ((True, False) if factor == 1.0 else (False, True)):
-                raise AssertionError(f"loss times {factor}: parameters moved: {moved}, loss scale reduced: {backed_off}")
+                raise AssertionError(f"loss times {factor}: parameters moved: {moved}, scale reduced: {backed_off}")
         if not losses[-1] < losses[0]:
             raise AssertionError(f"the loss went from {losses[0]} to {losses[-1]}")
     finally:

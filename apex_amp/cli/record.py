@@ -2,7 +2,8 @@
 
 Started as `python -m apex_amp.cli.record SETTINGS [-m] SCRIPT ARGS...`, SETTINGS being a `Settings` as JSON. Events:
     {"event": "initialize", "parameters": {dtype: count}, "dropped": [name, ...]}
-    {"event": "iteration", "losses": {loss_id: float}, "loss_scale": {loss_id: float}, "skipped": bool, "seconds": float}
+    {"event": "iteration", "losses": {loss_id: float}, "loss_scale": {loss_id: float}, "skipped": bool,
+     "seconds": float}
     {"event": "end", "peak_bytes": int, "error": str | null}
 An iteration begins where the script enters amp.scale_loss with the loss_id that it used first.
 """
@@ -30,7 +31,7 @@ LEVEL_PROPERTIES = ("cast_model_type", "patch_torch_functions", "patch_torch_fun
 
 @dataclass
 class Settings:
-    """opt_level: what amp.initialize is made to use. steps: iterations to run, None for all. events: the output file."""
+    """opt_level: what amp.initialize is made to use. steps: iterations, None for all. events: the output file."""
     opt_level: str
     steps: int | None
     seed: int

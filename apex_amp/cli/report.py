@@ -115,10 +115,11 @@ def _first_line(text: str | None) -> str:
 
 
 def write_json(results: Sequence[LevelResult], command: Sequence[str], path: str) -> None:
-    """{"command", "machine", "torch", "levels": [summary + "series"]}; numbers that aren't finite are written as null."""
+    """{"command", "machine", "torch", "levels": [summary + "series"]}; numbers that aren't finite become null."""
+    processor = platform.processor() or platform.machine()
     report = {
         "command": list(command),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
         "torch": torch.__version__,
         "levels": [{**result.summary(), "series": result.iterations} for result in results],
     }
