@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
+_DTYPES = (*_HALF_TYPES, torch.float32)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -139,18 +140,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         return list(batches.values())
 
     def _check(self, group_index: int, index: int, param: Tensor, grad: Tensor | None) -> None:
+        whole = self._takes_shards or type(param) in _PLAIN_TYPES or not hasattr(param, "to_local")
+        fits = grad is None or (grad.dtype in _DTYPES and grad.layout is torch.strided)
+        if param.dtype in _DTYPES and whole and fits:
+            return
         name = f"{type(self).__name__}: parameter {index} of group {group_index}, of shape {tuple(param.shape)},"
-        if param.dtype not in (*_HALF_TYPES, torch.float32):
-            raise RuntimeError(f"{name} is {param.dtype}: expected float16, bfloat16 or float32. "
-                               f"Use torch.optim for it, or model.float()")
-        if not self._takes_shards and type(param) not in _PLAIN_TYPES and hasattr(param, "to_local"):
+        if param.dtype not in _DTYPES:
+            raise RuntimeError(f"{name} is {param.dtype}: expected float16, bfloat16 or float32. Use torch.optim for it, or "
+                               "model.float()")
+        if not whole:
             raise RuntimeError(f"{name} is sharded (a DTensor), and this optimizer needs norms of whole parameters: use "
                                "FusedAdam or torch.optim.AdamW with sharded models")
-        if grad is not None and grad.layout != torch.strided:
+        if grad.layout is not torch.strided:
             raise RuntimeError(f"{name} has a sparse gradient, which this optimizer does not support: use "
                                "torch.optim.SparseAdam or SGD for it, or build the embedding with sparse=False")
-        if grad is not None and grad.dtype not in (*_HALF_TYPES, torch.float32):
-            raise RuntimeError(f"{name} has a gradient of {grad.dtype}: expected float16, bfloat16 or float32")
+        raise RuntimeError(f"{name} has a gradient of {grad.dtype}: expected float16, bfloat16 or float32")
 
     def _states(self, batch: Batch, key: str) -> list[Tensor]:
         return [_local(self.state[owner][key]) for owner in batch.owners]
