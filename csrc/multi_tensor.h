@@ -103,7 +103,8 @@ struct ElementDTypes<LambParameterElement<true>> {
   using type = ListTypes<Float, Float, Float, HalfTypes>;
 };
 
-// Every element that the executors are instantiated for.
+// Every element that the executors are instantiated for, unless the compiler's command line names fewer.
+#ifndef APEX_AMP_FOR_EACH_ELEMENT
 #define APEX_AMP_FOR_EACH_ELEMENT(DO)                                                                        \
   DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement) DO(AdamElement<false>)                  \
   DO(AdamElement<true>) DO(SgdElement<false, false>) DO(SgdElement<false, true>)                             \
@@ -111,6 +112,7 @@ struct ElementDTypes<LambParameterElement<true>> {
   DO(LambParameterElement<true>) DO(NovoGradElement<false>) DO(NovoGradElement<true>)                        \
   DO(AdagradElement<false>) DO(AdagradElement<true>)
 #define APEX_AMP_FOR_EACH_COUNT(DO) DO(CountAdam) DO(CountNovoGrad) DO(CountAdagrad)
+#endif
 
 template <DType D>
 using DTypeTag = std::integral_constant<DType, D>;

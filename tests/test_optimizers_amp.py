@@ -241,3 +241,40 @@ def test_no_synchronization_on_a_gpu(name: str, given: dict, materialize: bool) 
         iteration()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("name,given", ALL, ids=IDS)
+def test_a_cuda_graph_replays_the_step(name: str, given: dict, materialize: bool) -> None:
+    """scale_loss and step, captured once and replayed, move the masters as eager steps do."""
+    given = {**given, "dampening": 0.0} if "dampening" in given else given
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64).cuda()
+        optimizer = getattr(optimizers, name)(model.parameters(), **given, materialize_master_grads=materialize)
+        runs.append(amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0))
+    data = torch.randn(8, 64, device="cuda")
+
+    def iteration(model: nn.Module, optimizer: Any) -> None:
+        with amp.scale_loss(model(data).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for run in runs:
+            for _ in range(2):
+                iteration(*run)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration(*runs[0])
+    for _ in range(3):
+        graph.replay()
+        iteration(*runs[1])
+    for one, other in zip(*(run[1].param_groups[0]["params"] for run in runs)):
+        torch.testing.assert_close(one, other)
