@@ -203,6 +203,9 @@ class TensorLists {
     for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
     return dtypes;
   }
+  bool all_of(int64_t i, at::ScalarType dtype) const {
+    return std::all_of(lists_.begin(), lists_.end(), [&](const auto& list) { return list[i]->scalar_type() == dtype; });
+  }
   std::string dtype_names(int64_t i) const {
     std::string names;
     for (size_t l = 0; l < lists_.size(); ++l) {
@@ -618,18 +621,21 @@ struct StepArguments {
 // for all that has been counted already.
 class StepCounts {
  public:
-  StepCounts(Call& call, int64_t parameters, std::vector<ListArgument> lists) : call_(call) {
+  StepCounts(Call& call, const TensorLists& updated, std::vector<ListArgument> lists) : call_(call) {
     if (PyFloat_Check(lists[0].object.ptr()) || PyLong_Check(lists[0].object.ptr())) {
       number_ = lists[0].object.cast<double>();
       return;
     }
     lists_.emplace(call, std::move(lists), /*doubles=*/false);
-    if (lists_->size() != parameters) {
-      call.fail<py::value_error>("steps", text(parameters, " tensors like grads"), text(lists_->size()));
+    if (lists_->size() != updated.size()) {
+      call.fail<py::value_error>("steps", text(updated.size(), " tensors like grads"), text(lists_->size()));
     }
-    for (int64_t i = 0; i < parameters; ++i) {
-      if (lists_->tensor(0, i).numel() == 1) continue;
-      call.fail<py::value_error>(text("steps[", i, "]"), "one element", text("shape ", lists_->tensor(0, i).sizes()));
+    for (int64_t i = 0; i < updated.size(); ++i) {
+      const at::Tensor& step = lists_->tensor(0, i);
+      const at::Device device = updated.tensor(0, i).device();
+      if (step.numel() == 1 && step.device() == device && lists_->all_of(i, at::kFloat)) continue;
+      call.fail<py::value_error>(text("steps[", i, "]"), text("one element of float32 on ", device, " like grads[", i, "]"),
+                                 text("shape ", step.sizes(), " on ", step.device(), ", ", lists_->dtype_names(i)));
     }
   }
 
@@ -639,13 +645,14 @@ class StepCounts {
     if (!lists_) return {of_number(number_), nullptr};
     factors_ = at::empty({lists_->size(), 2}, at::TensorOptions().dtype(at::kFloat).device(device));
     StepFactors* const factors = reinterpret_cast<StepFactors*>(factors_.mutable_data_ptr<float>());
-    run_elementwise<Count>(call_.op, *lists_, {}, {}, [&](at::Device, auto&) { return args_for(factors); });
+    const typename Count::Args args = args_for(factors);
+    for (const Group& group : lists_->groups()) {
+      const TensorTable table = group.table();
+      run_on(call_.op, device, [&] { return run_count_cpu<Count>(table, args); },
+             APEX_AMP_ON_CUDA(run_count_cuda<Count>(table, args, stream)));
+    }
+    lists_->finish();
     return {{}, factors};
-  }
-
-  template <class Count>
-  void require_kernels() {
-    if (lists_) apex_amp::require_kernels<Count>(call_, *lists_);
   }
 
  private:
@@ -679,15 +686,14 @@ bool multi_tensor_adam(py::handle grads, py::handle params, py::handle exp_avgs,
   TensorLists lists(call, with_copies({{"grads", grads, false}, {"params", params, true},
                                        {"exp_avgs", exp_avgs, true}, {"exp_avg_sqs", exp_avg_sqs, true}},
                                       model_params), /*doubles=*/false);
-  StepCounts counts(call, lists.size(), {{"steps", steps, true}});
+  StepCounts counts(call, lists, {{"steps", steps, true}});
   StepArguments step(call, lists, found_inf, inv_scale, lr);
   if (!call.direct) return false;
-  counts.require_kernels<CountAdamElement>();
   require_update_kernels<AdamElement>(call, lists, copies);
   const GradientArgs gradient = step.gradient();
-  const StepFactorsArgument factors = counts.count<CountAdamElement>(
+  const StepFactorsArgument factors = counts.count<CountAdam>(
       step.device,
-      [&](StepFactors* out) { return CountAdamElement::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
+      [&](StepFactors* out) { return CountAdam::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
       [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
   run_update<AdamElement>(call, lists, copies, AdamArgs{gradient, step.lr(), average(beta1), average(beta2), eps,
                                                         weight_decay, adam_w_mode, factors});
@@ -751,18 +757,17 @@ bool multi_tensor_lamb(py::handle grads, py::handle params, py::handle exp_avgs,
                              {"exp_avg_sqs", exp_avg_sqs, true}}, /*doubles=*/false);
   TensorLists parameters(call, with_copies({{"params", params, true}, {"exp_avgs", exp_avgs, false},
                                             {"exp_avg_sqs", exp_avg_sqs, false}}, model_params), /*doubles=*/false);
-  StepCounts counts(call, moments.size(), {{"steps", steps, true}});
+  StepCounts counts(call, moments, {{"steps", steps, true}});
   StepArguments step(call, moments, found_inf, inv_scale, lr);
   const ScalarArgument norm = call.scalar(grad_norm, "grad_norm");
   if (!call.direct) return false;
   const at::NoGradGuard no_grad;
-  counts.require_kernels<CountAdamElement>();
   require_kernels<LambMomentsElement>(call, moments);
   require_update_kernels<LambParameterElement>(call, parameters, copies);
   const GradientArgs gradient = step.gradient();
-  const StepFactorsArgument factors = counts.count<CountAdamElement>(
+  const StepFactorsArgument factors = counts.count<CountAdam>(
       step.device,
-      [&](StepFactors* out) { return CountAdamElement::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
+      [&](StepFactors* out) { return CountAdam::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
       [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
   LambArgs args{gradient, step.lr(), norm.on(step.device, step.keep),
                 average(beta1, grad_averaging ? 1.0 - beta1 : 1.0), average(beta2), eps, weight_decay, max_grad_norm,
@@ -784,18 +789,17 @@ bool multi_tensor_novograd(py::handle grads, py::handle params, py::handle exp_a
   const bool copies = !model_params.is_none();
   TensorLists lists(call, with_copies({{"grads", grads, false}, {"params", params, true},
                                        {"exp_avgs", exp_avgs, true}}, model_params), /*doubles=*/false);
-  StepCounts counts(call, lists.size(), {{"steps", steps, true}, {"averaged_norms", averaged_norms, true}});
+  StepCounts counts(call, lists, {{"steps", steps, true}, {"averaged_norms", averaged_norms, true}});
   StepArguments step(call, lists, found_inf, inv_scale, lr);
   const at::Tensor norms = call.vector(grad_norms, "grad_norms", at::kFloat, lists.size());
   if (!call.direct) return false;
-  counts.require_kernels<CountNovoGradElement>();
   require_update_kernels<NovoGradElement>(call, lists, copies);
   const GradientArgs gradient = step.gradient();
   const at::Tensor norms_here = norms.to(step.device);
-  const StepFactorsArgument factors = counts.count<CountNovoGradElement>(
+  const StepFactorsArgument factors = counts.count<CountNovoGrad>(
       step.device,
       [&](StepFactors* out) {
-        return CountNovoGradElement::Args{gradient, norms_here.const_data_ptr<float>(), beta1, beta2, eps,
+        return CountNovoGrad::Args{gradient, norms_here.const_data_ptr<float>(), beta1, beta2, eps,
                                           bias_correction, init_zero, l2_norm, out};
       },
       [&](double) -> StepFactors { call.fail<py::type_error>("steps", "a list of tensors", "a number"); });
@@ -812,14 +816,13 @@ bool multi_tensor_adagrad(py::handle grads, py::handle params, py::handle sums, 
   const bool copies = !model_params.is_none();
   TensorLists lists(call, with_copies({{"grads", grads, false}, {"params", params, true}, {"sums", sums, true}},
                                       model_params), /*doubles=*/false);
-  StepCounts counts(call, lists.size(), {{"steps", steps, true}});
+  StepCounts counts(call, lists, {{"steps", steps, true}});
   StepArguments step(call, lists, found_inf, inv_scale, lr);
   if (!call.direct) return false;
-  counts.require_kernels<CountAdagradElement>();
   require_update_kernels<AdagradElement>(call, lists, copies);
   const GradientArgs gradient = step.gradient();
-  const StepFactorsArgument factors = counts.count<CountAdagradElement>(
-      step.device, [&](StepFactors* out) { return CountAdagradElement::Args{gradient.found_inf, lr_decay, out}; },
+  const StepFactorsArgument factors = counts.count<CountAdagrad>(
+      step.device, [&](StepFactors* out) { return CountAdagrad::Args{gradient.found_inf, lr_decay, out}; },
       [&](double number) { return StepFactors{static_cast<float>(1.0 + (number - 1.0) * lr_decay), 1.0f}; });
   run_update<AdagradElement>(call, lists, copies,
                              AdagradArgs{gradient, step.lr(), eps, weight_decay, adagrad_w_mode, factors});

@@ -82,18 +82,6 @@ template <class... State>
 struct UpdateDTypes<true, State...> {
   using type = ListTypes<FloatTypes, Float, State..., HalfTypes>;
 };
-template <>
-struct ElementDTypes<CountAdamElement> {
-  using type = ListTypes<Float>;
-};
-template <>
-struct ElementDTypes<CountNovoGradElement> {
-  using type = ListTypes<Float, Float>;
-};
-template <>
-struct ElementDTypes<CountAdagradElement> {
-  using type = ListTypes<Float>;
-};
 template <bool kCopy>
 struct ElementDTypes<AdamElement<kCopy>> : UpdateDTypes<kCopy, Float, Float> {};
 template <bool kCopy>
@@ -115,14 +103,16 @@ struct ElementDTypes<LambParameterElement<true>> {
   using type = ListTypes<Float, Float, Float, HalfTypes>;
 };
 
-// Every element that the executors are instantiated for.
+// Every element that the executors are instantiated for, unless the compiler's command line names fewer.
+#ifndef APEX_AMP_FOR_EACH_ELEMENT
 #define APEX_AMP_FOR_EACH_ELEMENT(DO)                                                                        \
-  DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement)                                         \
-  DO(CountAdamElement) DO(AdamElement<false>) DO(AdamElement<true>)                                          \
-  DO(SgdElement<false, false>) DO(SgdElement<false, true>) DO(SgdElement<true, false>)                       \
-  DO(SgdElement<true, true>) DO(LambParameterElement<false>) DO(LambParameterElement<true>)                  \
-  DO(CountNovoGradElement) DO(NovoGradElement<false>) DO(NovoGradElement<true>)                              \
-  DO(CountAdagradElement) DO(AdagradElement<false>) DO(AdagradElement<true>)
+  DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement) DO(AdamElement<false>)                  \
+  DO(AdamElement<true>) DO(SgdElement<false, false>) DO(SgdElement<false, true>)                             \
+  DO(SgdElement<true, false>) DO(SgdElement<true, true>) DO(LambParameterElement<false>)                     \
+  DO(LambParameterElement<true>) DO(NovoGradElement<false>) DO(NovoGradElement<true>)                        \
+  DO(AdagradElement<false>) DO(AdagradElement<true>)
+#define APEX_AMP_FOR_EACH_COUNT(DO) DO(CountAdam) DO(CountNovoGrad) DO(CountAdagrad)
+#endif
 
 template <DType D>
 using DTypeTag = std::integral_constant<DType, D>;
@@ -187,6 +177,10 @@ template <class Element>
 Status run_summing_cpu(const TensorTable& table, const typename Element::Args& args, double* scratch, double* sums,
                        int64_t stride, ParallelFor parallel_for);
 
+// Count once for each tensor; all have one float32 element.
+template <class Count>
+Status run_count_cpu(const TensorTable& table, const typename Count::Args& args);
+
 // *total = sqrt(sums[0] + ... + sums[tensors - 1]); per_tensor[t] = sqrt(sums[t]) unless null.
 Status finish_norms_cpu(const double* sums, int64_t tensors, float* total, float* per_tensor);
 
@@ -207,6 +201,8 @@ Status run_elementwise_cuda(const TensorTable& table, const typename Element::Ar
 template <class Element>
 Status run_summing_cuda(const TensorTable& table, const typename Element::Args& args, double* scratch, double* sums,
                         int64_t stride, void* stream);
+template <class Count>
+Status run_count_cuda(const TensorTable& table, const typename Count::Args& args, void* stream);
 Status square_sums_cuda(const TensorTable& table, double* scratch, double* sums, void* stream);
 Status finish_norms_cuda(const double* sums, int64_t tensors, float* total, float* per_tensor, void* stream);
 Status update_scale_cuda(const UpdateScaleArgs& args, void* stream);

@@ -621,6 +621,23 @@ Status run_summing_cpu(const TensorTable& table, const typename Element::Args& a
 template Status run_summing_cpu<LambMomentsElement>(const TensorTable&, const LambMomentsElement::Args&, double*,
                                                     double*, int64_t, ParallelFor);
 
+template <class Count>
+Status run_count_cpu(const TensorTable& table, const typename Count::Args& args) {
+  for (int64_t t = 0; t < table.tensors; ++t) {
+    const Count count(args, table.index[t]);
+    if (count.skip()) break;
+    float r[Count::kLists];
+    for (int l = 0; l < Count::kLists; ++l) r[l] = *static_cast<const float*>(table.data[l][t]);
+    count(r);
+    for (int l = 0; l < Count::kLists; ++l) *static_cast<float*>(table.data[l][t]) = r[l];
+  }
+  return Status{};
+}
+
+#define APEX_AMP_INSTANTIATE_COUNT(Count) \
+  template Status run_count_cpu<Count>(const TensorTable&, const Count::Args&);
+APEX_AMP_FOR_EACH_COUNT(APEX_AMP_INSTANTIATE_COUNT)
+
 Status finish_norms_cpu(const double* sums, int64_t tensors, float* total, float* per_tensor) {
   double sum = 0;
   for (int64_t t = 0; t < tensors; ++t) {

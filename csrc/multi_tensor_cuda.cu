@@ -395,6 +395,22 @@ __global__ void __launch_bounds__(kBlockThreads)
   if (threadIdx.x == 0) *total = static_cast<float>(sqrt(sum));
 }
 
+// A thread for each tensor.
+template <class Count, class Table>
+__global__ void __launch_bounds__(kBlockThreads)
+    count_kernel(const Table __grid_constant__ table, typename Count::Args args) {
+  const int tensor = blockIdx.x * kBlockThreads + threadIdx.x;
+  if (tensor >= table.tensors) return;
+  const Count count(args, table.index[tensor]);
+  if (count.skip()) return;
+  float r[Count::kLists];
+#pragma unroll
+  for (int list = 0; list < Count::kLists; ++list) r[list] = *static_cast<const float*>(table.data[list][tensor]);
+  count(r);
+#pragma unroll
+  for (int list = 0; list < Count::kLists; ++list) *static_cast<float*>(table.data[list][tensor]) = r[list];
+}
+
 __global__ void update_scale_kernel(UpdateScaleArgs args) { update_scale(args); }
 
 // ---- launches -------------------------------------------------------------------------------------------------
@@ -521,6 +537,20 @@ Status run_summing_cuda(const TensorTable& tensors, const typename Element::Args
 
 template Status run_summing_cuda<LambMomentsElement>(const TensorTable&, const LambMomentsElement::Args&, double*,
                                                      double*, int64_t, void*);
+
+template <class Count>
+Status run_count_cuda(const TensorTable& tensors, const typename Count::Args& args, void* stream) {
+  static_assert(sizeof(args) <= kOtherParameterBytes, "a small table leaves less room");
+  return for_each_launch<Count::kLists>(tensors, 1, [&](const auto& table, int64_t) {
+    using Table = std::decay_t<decltype(table)>;
+    return launch(count_kernel<Count, Table>, (table.tensors + kBlockThreads - 1) / kBlockThreads, kBlockThreads, 0,
+                  stream, table, args);
+  });
+}
+
+#define APEX_AMP_INSTANTIATE_COUNT(Count) \
+  template Status run_count_cuda<Count>(const TensorTable&, const Count::Args&, void*);
+APEX_AMP_FOR_EACH_COUNT(APEX_AMP_INSTANTIATE_COUNT)
 
 Status finish_norms_cuda(const double* sums, int64_t tensors, float* total, float* per_tensor, void* stream) {
   return launch(finish_norms_kernel, 1, kBlockThreads, 0, stream, sums, tensors, total, per_tensor);

@@ -2,8 +2,8 @@
 //
 // Lists come in the order gradient, parameter, state, and last, with kCopy, a low-precision copy of the new parameter
 // for the model. An element multiplies gradients by inv_scale, and skips everything when found_inf isn't zero. What
-// depends on a parameter's step count is worked out once per tensor by a Count* element and kept in an array of
-// StepFactors. R is float throughout.
+// depends on a parameter's step count is worked out once per tensor by a Count*, which sees tensors of one float32 element,
+// and kept in an array of StepFactors. R is float throughout.
 #pragma once
 #include <math.h>
 
@@ -47,7 +47,7 @@ APEX_AMP_HD StepFactors bias_corrections(double beta1, double beta2, double step
 }
 
 // Counts a step of the parameters that are about to take it, and leaves their bias corrections in `factors`.
-struct CountAdamElement {
+struct CountAdam {
   struct Args {
     Scalar found_inf;
     double beta1, beta2;
@@ -55,15 +55,12 @@ struct CountAdamElement {
     StepFactors* factors;
   };
   static constexpr int kLists = 1;  // step
-  static constexpr unsigned kReads = 0b1, kWrites = 0b1;
 
-  APEX_AMP_HD CountAdamElement(const Args& args, int64_t tensor) : args(args), tensor(tensor) {}
+  APEX_AMP_HD CountAdam(const Args& args, int64_t tensor) : args(args), tensor(tensor) {}
   APEX_AMP_HD bool skip() const { return args.found_inf.load() != 0.0f; }
-  template <class R>
-  APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
+  APEX_AMP_HD void operator()(float (&r)[kLists]) const {
     r[0] += 1;
     args.factors[tensor] = bias_corrections(args.beta1, args.beta2, r[0], args.bias_correction);
-    return 0;
   }
 
   Args args;
@@ -242,7 +239,7 @@ struct LambParameterElement {
 // ---- NovoGrad ----------------------------------------------------------------------------------------------------
 
 // Counts a step and averages the norms of the gradients; leaves {1 - beta1^step, denominator} in `factors`.
-struct CountNovoGradElement {
+struct CountNovoGrad {
   struct Args {
     GradientArgs gradient;
     const float* grad_norms;  // of this step's gradients, still multiplied by the loss scale
@@ -252,20 +249,17 @@ struct CountNovoGradElement {
     StepFactors* factors;
   };
   static constexpr int kLists = 2;  // step, averaged norm
-  static constexpr unsigned kReads = 0b11, kWrites = 0b11;
 
-  APEX_AMP_HD CountNovoGradElement(const Args& args, int64_t tensor) : args(args), tensor(tensor) {}
+  APEX_AMP_HD CountNovoGrad(const Args& args, int64_t tensor) : args(args), tensor(tensor) {}
   APEX_AMP_HD bool skip() const { return args.gradient.skip(); }
-  template <class R>
-  APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
+  APEX_AMP_HD void operator()(float (&r)[kLists]) const {
     const double norm = static_cast<double>(args.grad_norms[tensor]) * args.gradient.inv_scale.load();
     const double earlier = r[0] == 0 && !args.init_zero ? norm : r[1];
     r[0] += 1;
-    r[1] = static_cast<R>(args.l2_norm ? sqrt(args.beta2 * earlier * earlier + (1.0 - args.beta2) * norm * norm)
+    r[1] = static_cast<float>(args.l2_norm ? sqrt(args.beta2 * earlier * earlier + (1.0 - args.beta2) * norm * norm)
                                        : args.beta2 * earlier + (1.0 - args.beta2) * norm);
     const StepFactors corrections = bias_corrections(args.beta1, args.beta2, r[0], args.bias_correction);
     args.factors[tensor] = {corrections.first, r[1] / corrections.second + args.eps};
-    return 0;
   }
 
   Args args;
@@ -312,22 +306,19 @@ struct NovoGradElement {
 // ---- Adagrad -----------------------------------------------------------------------------------------------------
 
 // Counts a step and leaves the learning rate's divisor, 1 + (step - 1) * lr_decay, in `factors`.
-struct CountAdagradElement {
+struct CountAdagrad {
   struct Args {
     Scalar found_inf;
     double lr_decay;
     StepFactors* factors;
   };
   static constexpr int kLists = 1;  // step
-  static constexpr unsigned kReads = 0b1, kWrites = 0b1;
 
-  APEX_AMP_HD CountAdagradElement(const Args& args, int64_t tensor) : args(args), tensor(tensor) {}
+  APEX_AMP_HD CountAdagrad(const Args& args, int64_t tensor) : args(args), tensor(tensor) {}
   APEX_AMP_HD bool skip() const { return args.found_inf.load() != 0.0f; }
-  template <class R>
-  APEX_AMP_HD uint32_t operator()(R (&r)[kLists]) const {
+  APEX_AMP_HD void operator()(float (&r)[kLists]) const {
     args.factors[tensor] = {static_cast<float>(1.0 + r[0] * args.lr_decay), 1.0f};
     r[0] += 1;
-    return 0;
   }
 
   Args args;

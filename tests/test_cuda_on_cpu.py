@@ -30,7 +30,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What the builds are linked from; kernels come with and without instrumentation."""
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     sources = {"emulator": HERE / "emulator.cpp", "plain": KERNELS, "checked": KERNELS, "driver": HERE / "driver.cpp",
-               "self_test": HERE / "self_test.cu"}
+               "optimizer_driver": HERE / "optimizer_driver.cpp", "self_test": HERE / "self_test.cu"}
     objects = {name: folder / f"{name}.o" for name in sources}
     compile_all([(source, objects[name], CHECKED_FLAGS if name in ("checked", "self_test") else ())
                  for name, source in sources.items()])
@@ -40,7 +40,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def emulators(objects: dict[str, Path]) -> dict[str, Emulator]:
     def build(kernels: str) -> Emulator:
-        parts = [objects["emulator"], objects["driver"], objects[kernels]]
+        parts = [objects["emulator"], objects["driver"], objects["optimizer_driver"], objects[kernels]]
         return Emulator(link(parts, objects[kernels].with_suffix(".so")))
     return {kernels: build(kernels) for kernels in ("plain", "checked")}
 
@@ -354,11 +354,11 @@ def update_arguments(rule: str, n: int, sizes: tuple, dtypes: tuple, found_inf: 
     return written, {**arguments, "found_inf": torch.tensor([found_inf]), "inv_scale": torch.tensor([0.25]), **options}
 
 
-@pytest.mark.parametrize("dtypes", UPDATE_DTYPES, ids=str)
 @pytest.mark.parametrize("n", range(4))
 @pytest.mark.parametrize("rule", RULES)
-def test_optimizers_have_the_bits_of_the_cpu_executor(cuda: Emulator, rule: str, n: int, dtypes: tuple) -> None:
-    sizes = (9, 1, 0, ELEMENTWISE_CHUNK + 3) if n else (*SMALL_SIZES, 2 * NORM_CHUNK + 5)
+def test_optimizers_have_the_bits_of_the_cpu_executor(cuda: Emulator, rule: str, n: int) -> None:
+    dtypes = UPDATE_DTYPES[n]
+    sizes = (9, 1, 0, ELEMENTWISE_CHUNK + 3) if n else (5, NORM_CHUNK + 5)
     written, on_cuda = update_arguments(rule, n, sizes, dtypes, found_inf=0.0)
     _, on_cpu = update_arguments(rule, n, sizes, dtypes, found_inf=0.0)
     getattr(cuda, f"multi_tensor_{rule}")(*on_cuda.values())
@@ -366,7 +366,8 @@ def test_optimizers_have_the_bits_of_the_cpu_executor(cuda: Emulator, rule: str,
     for name in written:
         for actual, expected in zip(on_cuda[name], on_cpu[name]):
             if rule == "lamb" and name in ("params", "model_params"):  # sums of squares in another order
-                torch.testing.assert_close(actual, expected, rtol=1e-6 if actual.dtype == torch.float32 else 1e-2, atol=1e-7)
+                torch.testing.assert_close(actual, expected, rtol=1e-6 if actual.dtype == torch.float32 else 1e-2,
+                                           atol=1e-6)
             else:
                 assert_same_bits(actual, expected)
         if on_cuda[name][-1].dim():
@@ -375,7 +376,7 @@ def test_optimizers_have_the_bits_of_the_cpu_executor(cuda: Emulator, rule: str,
 
 @pytest.mark.parametrize("rule", RULES)
 def test_optimizers_skip_where_found_inf_is_set(cuda: Emulator, rule: str) -> None:
-    sizes = (*SMALL_SIZES, NORM_CHUNK + 1)
+    sizes = (1, 0, NORM_CHUNK + 1)
     written, arguments = update_arguments(rule, 0, sizes, UPDATE_DTYPES[1], found_inf=1.0)
     before = {name: [tensor.clone() for tensor in arguments[name]] for name in written}
     getattr(cuda, f"multi_tensor_{rule}")(*arguments.values())
@@ -484,6 +485,11 @@ FAULTS: dict[str, tuple[str, str, Callable[[Emulator], None], str]] = {
 }
 
 
+# The faults are in what all elements share: a few of them will do, which compile sooner.
+WITHOUT_OPTIMIZERS = ["-DAPEX_AMP_FOR_EACH_ELEMENT(DO)=DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement)",
+                      "-DAPEX_AMP_FOR_EACH_COUNT(DO)="]
+
+
 @pytest.fixture(scope="session")
 def faulty(objects: dict[str, Path]) -> dict[str, Emulator]:
     folder = objects["driver"].parent
@@ -493,7 +499,7 @@ def faulty(objects: dict[str, Path]) -> dict[str, Emulator]:
         assert text in source, f"the fault {name!r} patches text that is no longer there: {text!r}"
         copy = folder / f"{name}.cu"
         copy.write_text(source.replace(text, replacement))
-        jobs.append((copy, copy.with_suffix(".o"), [*CHECKED_FLAGS, "-O0"]))
+        jobs.append((copy, copy.with_suffix(".o"), [*CHECKED_FLAGS, "-O0", *WITHOUT_OPTIMIZERS]))
     compile_all(jobs)
     return {built.stem: Emulator(link([objects["emulator"], objects["driver"], built], built.with_suffix(".so")))
             for _, built, _ in jobs}

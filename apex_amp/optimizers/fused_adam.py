@@ -89,8 +89,8 @@ class FusedAdam(FusedOptimizer):
     def _update(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         for batch in self._with_own_masters(batches) if self.master_weights else batches:
             group = batch.group
-            multi_tensor_adam(batch.grads, batch.params, self._states(batch, "exp_avg"),
-                              self._states(batch, "exp_avg_sq"), self._states(batch, "step"), batch.model_params,
+            multi_tensor_adam(batch.grads, batch.params, batch.state("exp_avg"),
+                              batch.state("exp_avg_sq"), batch.state("step"), batch.model_params,
                               found_inf, batch.inv_scale, group["lr"], *group["betas"], group["eps"],
                               group["weight_decay"], bool(self.adam_w_mode), bool(group["bias_correction"]))
 
@@ -98,7 +98,7 @@ class FusedAdam(FusedOptimizer):
         """The batches, with half parameters replaced by the masters in their state and written as copies."""
         split = []
         for batch in batches:
-            own = [self.state[owner].get("master_param") for owner in batch.owners]
+            own = [state.get("master_param") for state in batch.states]
             without = batch.part([i for i, master in enumerate(own) if master is None])
             halves = batch.part([i for i, master in enumerate(own) if master is not None])
             halves.model_params, halves.params = halves.params, [master for master in own if master is not None]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
+_DTYPES = (*_HALF_TYPES, torch.float32)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -17,16 +18,20 @@ class Batch:
     """Parameters of one group and one device that take the step in one call; all lists have one order."""
     group: dict[str, Any]
     inv_scale: Tensor | None
-    owners: list[Tensor] = field(default_factory=list)  # the keys of `state`
-    params: list[Tensor] = field(default_factory=list)
+    owners: list[Tensor] = field(default_factory=list)  # the parameters as the group has them
+    states: list[dict[str, Any]] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)  # what the update writes
     grads: list[Tensor] = field(default_factory=list)
     model_params: list[Tensor] | None = None
 
     def part(self, positions: list[int]) -> Batch:
-        def pick(tensors: list[Tensor]) -> list[Tensor]:
-            return [tensors[i] for i in positions]
-        return Batch(self.group, self.inv_scale, pick(self.owners), pick(self.params), pick(self.grads),
-                     None if self.model_params is None else pick(self.model_params))
+        def pick(values: list[Any]) -> list[Any]:
+            return [values[i] for i in positions]
+        return Batch(self.group, self.inv_scale, pick(self.owners), pick(self.states), pick(self.params),
+                     pick(self.grads), None if self.model_params is None else pick(self.model_params))
+
+    def state(self, key: str) -> list[Tensor]:
+        return [_local(state[key]) for state in self.states]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -111,8 +116,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                    for batch in self._gather_group(index, group, inv_scale, amp_step, model_inv_scale)]
         for batch in batches:
             for owner in batch.owners:
-                if not self.state.get(owner):
-                    self.state[owner] = self._new_state(owner, batch.group)
+                state = self.state.get(owner)
+                if not state:
+                    state = self.state[owner] = self._new_state(owner, batch.group)
+                batch.states.append(state)
         return batches
 
     def _gather_group(self, group_index: int, group: dict[str, Any], inv_scale: Tensor | None, amp_step: Any,
@@ -139,21 +146,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         return list(batches.values())
 
     def _check(self, group_index: int, index: int, param: Tensor, grad: Tensor | None) -> None:
+        whole = self._takes_shards or type(param) in _PLAIN_TYPES or not hasattr(param, "to_local")
+        fits = grad is None or (grad.dtype in _DTYPES and grad.layout is torch.strided)
+        if param.dtype in _DTYPES and whole and fits:
+            return
         name = f"{type(self).__name__}: parameter {index} of group {group_index}, of shape {tuple(param.shape)},"
-        if param.dtype not in (*_HALF_TYPES, torch.float32):
-            raise RuntimeError(f"{name} is {param.dtype}: expected float16, bfloat16 or float32. "
-                               f"Use torch.optim for it, or model.float()")
-        if not self._takes_shards and type(param) not in _PLAIN_TYPES and hasattr(param, "to_local"):
+        if param.dtype not in _DTYPES:
+            raise RuntimeError(f"{name} is {param.dtype}: expected float16, bfloat16 or float32. Use torch.optim for it, or "
+                               "model.float()")
+        if not whole:
             raise RuntimeError(f"{name} is sharded (a DTensor), and this optimizer needs norms of whole parameters: use "
                                "FusedAdam or torch.optim.AdamW with sharded models")
-        if grad is not None and grad.layout != torch.strided:
+        if grad.layout is not torch.strided:
             raise RuntimeError(f"{name} has a sparse gradient, which this optimizer does not support: use "
                                "torch.optim.SparseAdam or SGD for it, or build the embedding with sparse=False")
-        if grad is not None and grad.dtype not in (*_HALF_TYPES, torch.float32):
-            raise RuntimeError(f"{name} has a gradient of {grad.dtype}: expected float16, bfloat16 or float32")
-
-    def _states(self, batch: Batch, key: str) -> list[Tensor]:
-        return [_local(self.state[owner][key]) for owner in batch.owners]
+        raise RuntimeError(f"{name} has a gradient of {grad.dtype}: expected float16, bfloat16 or float32")
 
     def _tell_amp(self, batches: list[Batch]) -> None:
         amp_step = getattr(self, "_amp_step", None)

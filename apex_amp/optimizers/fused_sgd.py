@@ -58,7 +58,7 @@ class FusedSGD(FusedOptimizer):
         for batch in batches:
             for part, first_run in self._split(batch):
                 group = part.group
-                buffers = self._states(part, "momentum_buffer") if group["momentum"] else None
+                buffers = part.state("momentum_buffer") if group["momentum"] else None
                 multi_tensor_sgd(part.grads, part.params, buffers, part.model_params, found_inf, part.inv_scale,
                                  group["lr"], group["momentum"], group["dampening"], group["weight_decay"],
                                  bool(group["nesterov"]), first_run, bool(self.wd_after_momentum))
@@ -66,16 +66,16 @@ class FusedSGD(FusedOptimizer):
     def _must_know(self, batch: Batch) -> bool:
         """Whether a skip has to be known here: zeros in a new buffer must not be taken for the buffer of a step."""
         return bool(batch.group["momentum"] and batch.group["dampening"]) and \
-            any(self.state[owner].get("momentum_buffer") is None for owner in batch.owners)
+            any(state.get("momentum_buffer") is None for state in batch.states)
 
     def _split(self, batch: Batch) -> list[tuple[Batch, bool]]:
         """The batch as (parameters that have a momentum buffer, False) and (those that get it now, True)."""
         if not batch.group["momentum"]:
             return [(batch, False)]
-        new = [self.state[owner].get("momentum_buffer") is None for owner in batch.owners]
-        for owner, is_new in zip(batch.owners, new):
+        new = [state.get("momentum_buffer") is None for state in batch.states]
+        for owner, state, is_new in zip(batch.owners, batch.states, new):
             if is_new:
-                self.state[owner]["momentum_buffer"] = zeros_like(owner)
+                state["momentum_buffer"] = zeros_like(owner)
         if all(new) or not any(new):
             return [(batch, new[0])]
         return [(batch.part([i for i, is_new in enumerate(new) if is_new is first]), first) for first in (False, True)]
