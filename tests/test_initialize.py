@@ -15,7 +15,7 @@ from apex_amp.amp.cast_state import current_cast_type
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 half, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
-# Design of the levels: (weights, BatchNorm, output of forward, masters, loss scale)
+# Per level: (weights, BatchNorm, output of forward, masters, loss scale)
 TABLE = {
     "O0": (float32, float32, float32, False, 1.0), "O1": (float32, float32, half, False, 2.0 ** 16),
     "O2": (half, float32, float32, True, 2.0 ** 16), "O3": (half, half, float32, False, 1.0),
@@ -169,9 +169,7 @@ def test_verbosity_and_apexs_words(capsys, verbosity):
 
 
 def test_models_that_are_half_already_when_a_script_asks_for_it(monkeypatch):
-    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True, raising=False)
-    from apex_amp.amp._state import process
-    monkeypatch.setattr(process, "allow_incoming_model_not_fp32", True)
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
     model = nn.Linear(4, 2).half()
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert next(amp.master_params(optimizer)).dtype is float32 and model(torch.randn(3, 4)).dtype is float32
