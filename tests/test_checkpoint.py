@@ -213,7 +213,8 @@ def test_another_number_of_losses_loads_what_fits_and_says_what_it_left():
 
 @pytest.mark.parametrize("bad, error, message", [
     (None, TypeError, "got NoneType"), ({"model": {}}, RuntimeError, "unexpected key 'model'"),
-    ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": 2.0}, RuntimeError, "'loss_scaler1' holds 2.0"),
+    ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "loss_scaler1": 2.0}, RuntimeError, "'loss_scaler1' holds "
+                                                                                               "2.0"),
 ])
 def test_a_checkpoint_of_another_kind_is_refused_whole(bad, error, message):
     build("O1", num_losses=2)

@@ -15,7 +15,7 @@ from apex_amp.amp.cast_state import current_cast_type
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 half, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
-# Design of the levels: (weights, BatchNorm, output of forward, masters, loss scale)
+# Per level: (weights, BatchNorm, output of forward, masters, loss scale)
 TABLE = {
     "O0": (float32, float32, float32, False, 1.0), "O1": (float32, float32, half, False, 2.0 ** 16),
     "O2": (half, float32, float32, True, 2.0 ** 16), "O3": (half, half, float32, False, 1.0),
@@ -164,14 +164,13 @@ def test_verbosity_and_apexs_words(capsys, verbosity):
     if verbosity == 0:
         assert printed == ""
     else:
-        assert printed.startswith("Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n")
+        assert printed.startswith("Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master "
+                                  "weights.\n")
         assert "keep_batchnorm_fp32        : True\n" in printed and "loss_scale                 : dynamic\n" in printed
 
 
 def test_models_that_are_half_already_when_a_script_asks_for_it(monkeypatch):
-    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True, raising=False)
-    from apex_amp.amp._state import process
-    monkeypatch.setattr(process, "allow_incoming_model_not_fp32", True)
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
     model = nn.Linear(4, 2).half()
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert next(amp.master_params(optimizer)).dtype is float32 and model(torch.randn(3, 4)).dtype is float32
@@ -185,19 +184,24 @@ REFUSED = [
     ({"opt_level": "O6"}, RuntimeError, "Options are 'O0', 'O1'"),
     ({"opt_level": 1}, RuntimeError, "Unexpected optimization level 1"),
     ({"opt_level": ["O1"]}, RuntimeError, "Unexpected optimization level"),
-    ({"opt_level": "O1", "cast_model_type": half}, RuntimeError, "cast_model_type=torch.float16 makes no sense at O1.*'O2' or 'O3'"),
+    ({"opt_level": "O1", "cast_model_type": half}, RuntimeError, "cast_model_type=torch.float16 makes no sense at "
+                                                                 "O1.*'O2' or 'O3'"),
     ({"opt_level": "O1", "keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32=True makes no sense at O1"),
     ({"opt_level": "O4", "master_weights": True}, RuntimeError, "master_weights=True makes no sense at O4"),
     ({"opt_level": "O1", "master_weights": False}, RuntimeError, "master_weights=False makes no sense at O1"),
-    ({"opt_level": "O1", "patch_torch_functions_type": bfloat16}, RuntimeError, "O4 to torch.bfloat16; choose the level"),
-    ({"opt_level": "O2", "patch_torch_functions": True}, RuntimeError, "patch_torch_functions=True makes no sense at O2"),
-    ({"opt_level": "O0", "patch_torch_functions_type": half}, RuntimeError, "patch_torch_functions_type=torch.float16 makes no sense"),
+    ({"opt_level": "O1", "patch_torch_functions_type": bfloat16}, RuntimeError, "O4 to torch.bfloat16; choose the "
+                                                                                "level"),
+    ({"opt_level": "O2", "patch_torch_functions": True}, RuntimeError, "patch_torch_functions=True makes no sense at "
+                                                                       "O2"),
+    ({"opt_level": "O0", "patch_torch_functions_type": half}, RuntimeError, "patch_torch_functions_type=torch.float16 "
+                                                                            "makes no sense"),
     ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, ValueError, "'True' or 'False', or None, got 'yes'"),
     ({"loss_scale": "static"}, ValueError, "loss_scale must be 'dynamic' or a number, got 'static'"),
     ({"loss_scale": 0.0}, ValueError, "positive and finite, got 0.0"), ({"loss_scale": float("nan")}, ValueError, "finite, got nan"),
     ({"num_losses": 0}, ValueError, "num_losses must be an integer of at least 1, got 0"),
     ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min_loss_scale <= max_loss_scale, got 8.0 and 4.0"),
-    ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating torch.dtype or None, got 'half'"),
+    ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating torch.dtype or None, got "
+                                                "'half'"),
     ({"opt_level": "O2", "cast_model_type": torch.int8}, TypeError, "cast_model_type must be a floating torch.dtype"),
     ({"opt_level": "O2", "keep_fp32_modules": ["nowhere"]}, ValueError, "no module is called 'nowhere'"),
     ({"opt_level": "O2", "keep_fp32_modules": nn.LayerNorm}, TypeError, "must be a list of module types or names"),
@@ -220,17 +224,21 @@ def test_refused_keywords_change_nothing(keywords, error, message):
 
 
 @pytest.mark.parametrize("models, optimizers, error, message", [
-    (lambda m, o: None, lambda m, o: o, TypeError, "models must be a torch.nn.Module, or a list or tuple of them, got NoneType"),
+    (lambda m, o: None, lambda m, o: o, TypeError, "models must be a torch.nn.Module, or a list or tuple of them, got "
+                                                   "NoneType"),
     (lambda m, o: {"a": m}, lambda m, o: o, TypeError, "got dict"),
     (lambda m, o: [m, "model"], lambda m, o: o, TypeError, r"models\[1\] must be a torch.nn.Module, got str"),
     (lambda m, o: m, lambda m, o: m, TypeError, "optimizers must be an optimizer, got Sequential"),
     (lambda m, o: o, lambda m, o: m, TypeError, "models must be a torch.nn.Module, got SGD"),
     (lambda m, o: m, lambda m, o: [o, o], ValueError, r"optimizers\[1\] \(SGD\) was passed twice"),
-    (lambda m, o: nn.DataParallel(m), lambda m, o: o, RuntimeError, "DataParallel.*AFTER they have been returned from amp.initialize"),
-    (lambda m, o: torch.jit.script(nn.Linear(1, 1)), lambda m, o: o, RuntimeError, "ScriptModule.*first, then torch.jit.script"),
+    (lambda m, o: nn.DataParallel(m), lambda m, o: o, RuntimeError, "DataParallel.*AFTER they have been returned from "
+                                                                    "amp.initialize"),
+    (lambda m, o: torch.jit.script(nn.Linear(1, 1)), lambda m, o: o, RuntimeError, "ScriptModule.*first, then "
+                                                                                   "torch.jit.script"),
     (lambda m, o: nn.Sequential(copy.deepcopy(m), nn.Linear(2, 2).half()), lambda m, o: o, RuntimeError,
      "Found parameter 1.weight with dtype torch.float16, expected torch.float32"),
-    (lambda m, o: nn.BatchNorm1d(2, affine=False).bfloat16(), lambda m, o: o, RuntimeError, "Found buffer running_mean"),
+    (lambda m, o: nn.BatchNorm1d(2, affine=False).bfloat16(), lambda m, o: o, RuntimeError, "Found buffer "
+                                                                                            "running_mean"),
 ])
 def test_refused_objects_change_nothing(models, optimizers, error, message):
     model, optimizer = make()

@@ -83,8 +83,8 @@ class Setup:
 class ProcessState:
     """The calls of `amp.initialize` in this process.
 
-    `latest` is the last call's set-up: what `amp.state_dict()` saves. None before the first call and when the last one had
-    enabled=False. `alive` lists, oldest first, the set-ups of which at least one model still exists.
+    `latest` is the last call's set-up: what `amp.state_dict()` saves. None before the first call and when the last one
+    had enabled=False. `alive` lists, oldest first, the set-ups of which at least one model still exists.
     """
 
     def __init__(self) -> None:

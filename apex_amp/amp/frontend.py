@@ -59,9 +59,9 @@ def initialize(
 ) -> Any:
     """Prepares models and optimizers for mixed-precision training at `opt_level`; both are changed in place.
 
-    Call it after the models and optimizers are made and before a model is wrapped for parallel training or compiled. It may be
-    called many times: each call has its own level and loss scalers, and a model or optimizer that comes again is set up
-    anew from its FP32 weights.
+    Call it after the models and optimizers are made and before a model is wrapped for parallel training or compiled. It
+    may be called many times: each call has its own level and loss scalers, and a model or optimizer that comes again is
+    set up anew from its FP32 weights.
 
     Args:
         models: a module, or a list or tuple of them, with FP32 parameters.
@@ -69,20 +69,21 @@ def initialize(
         enabled: False makes this and every other amp call a no-op.
         opt_level: "O0" (FP32), "O1" (casts around functions), "O2" (half model, FP32 masters), "O3" (all half), and "O4",
             "O5", the bfloat16 twins of O1 and O2.
-        cast_model_type, patch_torch_functions, patch_torch_functions_type, keep_batchnorm_fp32, master_weights: override
-            the level's property of that name; None leaves it.
+        cast_model_type, patch_torch_functions, patch_torch_functions_type, keep_batchnorm_fp32, master_weights:
+            override the level's property of that name; None leaves it.
         loss_scale: "dynamic", or a positive number (or its string) that stays; None: the level's own.
         cast_model_outputs: dtype of forward's floating outputs; None: FP32 where the model is cast, else untouched.
         num_losses: how many loss scalers, chosen by `scale_loss(..., loss_id=...)`.
         verbosity: 0 prints nothing, 1 prints set-up and overflows, 2 also names the parameters that overflowed.
         min_loss_scale, max_loss_scale: limits of a dynamic scale; no minimum means 2**-10.
-        keep_fp32_modules: module types or qualified names that stay FP32 where the model is cast (LayerNorm, for instance).
+        keep_fp32_modules: module types or qualified names that stay FP32 where the model is cast (nn.LayerNorm, ...).
 
     Returns:
         The same objects in the same shape: models alone where optimizers is None, else (models, optimizers).
 
     Raises:
-        RuntimeError: an unknown level, an override that contradicts it, or a model that is already half, wrapped or scripted.
+        RuntimeError: an unknown level, an override that contradicts it, or a model that is already half, wrapped or
+            scripted.
         TypeError, ValueError: an argument of another kind. Nothing has been changed when an error is raised.
     """
     returned = models if optimizers is None else (models, optimizers)
@@ -227,7 +228,8 @@ def _as_list(name: str, given: Any, kind: type | None, wanted: str) -> list:
 
 def _options(opt_level: str, overrides: dict[str, Any]) -> Options:
     if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
-        raise RuntimeError(f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. Note "
+        raise RuntimeError(f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3', 'O4', "
+                           "'O5'. Note "
                            "that in 'O0', 'O1' etc. the prefix O is the letter O, not the number zero.")
     patched = opt_level in ("O1", "O4")
     given = {name: value for name, value in overrides.items() if value is not None}
@@ -236,7 +238,8 @@ def _options(opt_level: str, overrides: dict[str, Any]) -> Options:
     else:
         for name in ("patch_torch_functions", "patch_torch_functions_type"):
             if given.get(name):
-                raise RuntimeError(f"{name}={given[name]} makes no sense at {opt_level}, which casts the model's weights: choose "
+                raise RuntimeError(f"{name}={given[name]} makes no sense at {opt_level}, which casts the model's "
+                                   "weights: choose "
                                    "opt_level='O1' or 'O4' for casts around functions.")
     if "keep_batchnorm_fp32" in given:
         given["keep_batchnorm_fp32"] = _parse_bool("keep_batchnorm_fp32", given["keep_batchnorm_fp32"])
@@ -251,16 +254,20 @@ def _options(opt_level: str, overrides: dict[str, Any]) -> Options:
 def _refuse_at_patched_level(opt_level: str, given: dict[str, Any]) -> None:
     level_type = OPT_LEVELS[opt_level].patch_torch_functions_type
     if given.get("cast_model_type", False) not in (False, _float):
-        raise RuntimeError(f"cast_model_type={given['cast_model_type']} makes no sense at {opt_level}, which casts around functions and "
+        raise RuntimeError(f"cast_model_type={given['cast_model_type']} makes no sense at {opt_level}, which casts "
+                           "around functions and "
                            "leaves the model's weights FP32: choose opt_level='O2' or 'O3' for a cast model.")
     if "keep_batchnorm_fp32" in given:
-        raise RuntimeError(f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']} makes no sense at {opt_level}: batchnorm functions run in "
+        raise RuntimeError(f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']} makes no sense at {opt_level}: "
+                           "batchnorm functions run in "
                            "FP32 there anyway. Leave it None, or choose opt_level='O2' or 'O3'.")
     if "master_weights" in given:
-        raise RuntimeError(f"master_weights={given['master_weights']} makes no sense at {opt_level}: the model's weights are FP32 already. "
+        raise RuntimeError(f"master_weights={given['master_weights']} makes no sense at {opt_level}: the model's "
+                           "weights are FP32 already. "
                            "Leave it None, or choose opt_level='O2'.")
     if given.get("patch_torch_functions_type", level_type) != level_type:
-        raise RuntimeError(f"patch_torch_functions_type={given['patch_torch_functions_type']} at {opt_level}: O1 casts to torch.float16 and O4 "
+        raise RuntimeError(f"patch_torch_functions_type={given['patch_torch_functions_type']} at {opt_level}: O1 casts "
+                           "to torch.float16 and O4 "
                            "to torch.bfloat16; choose the level for the type.")
 
 
@@ -294,24 +301,29 @@ def _make_scalers(loss_scale: float | str, num_losses: int, minimum: float | Non
         raise ValueError(f"num_losses must be an integer of at least 1, got {num_losses!r}")
     maximum = 2.0 ** 24 if maximum is None else float(maximum)
     if maximum <= 0 or (minimum is not None and not 0 <= float(minimum) <= maximum):
-        raise ValueError(f"loss scale limits must be 0 <= min_loss_scale <= max_loss_scale, got {minimum!r} and {maximum!r}")
+        raise ValueError(f"loss scale limits must be 0 <= min_loss_scale <= max_loss_scale, got {minimum!r} and "
+                         f"{maximum!r}")
     return [LossScaler(loss_scale, minimum or None, maximum) for _ in range(num_losses)]
 
 
 def _check_models(models: list[nn.Module], options: Options) -> None:
     for model in models:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to "
+            raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should "
+                               "only be applied to "
                                "the model(s) AFTER they have been returned from amp.initialize.")
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(model).__mro__):
-            raise RuntimeError("Incoming model is an instance of FullyShardedDataParallel, whose flat parameters hide an overflow of one rank "
+            raise RuntimeError("Incoming model is an instance of FullyShardedDataParallel, whose flat parameters hide "
+                               "an overflow of one rank "
                                "from the others: use torch.distributed.fsdp.fully_shard, at opt_level='O1' or 'O4'.")
         if isinstance(model, torch.jit.ScriptModule):
-            raise RuntimeError("Incoming model is a ScriptModule, whose forward can't be changed any more: call amp.initialize "
+            raise RuntimeError("Incoming model is a ScriptModule, whose forward can't be changed any more: call "
+                               "amp.initialize "
                                "first, then torch.jit.script.")
         for name, parameter in model.named_parameters():
             if options.casts_weights and hasattr(parameter, "device_mesh"):
-                raise RuntimeError(f"parameter {name} is sharded (a DTensor), and {options.opt_level} would replace it by a low-precision one: "
+                raise RuntimeError(f"parameter {name} is sharded (a DTensor), and {options.opt_level} would replace it "
+                                   "by a low-precision one: "
                                    "use opt_level='O1' or 'O4' with fully_shard.")
         if cast_of(model) is None and not process.allow_incoming_model_not_fp32:
             _check_is_fp32(model)
@@ -333,7 +345,8 @@ def _check_optimizers(optimizers: list, options: Options) -> None:
         lazy = any(isinstance(parameter, nn.parameter.UninitializedTensorMixin)
                    for group in optimizer.param_groups for parameter in group["params"])
         if lazy and options.master_weights:
-            raise RuntimeError("an optimizer holds parameters of a lazy module that have no value yet, so they can have no FP32 "
+            raise RuntimeError("an optimizer holds parameters of a lazy module that have no value yet, so they can "
+                               "have no FP32 "
                                "master: run one forward before amp.initialize")
 
 
@@ -372,7 +385,8 @@ def _check_listed(listed: Sequence[type | str], models: list[nn.Module]) -> None
     for item in listed:
         if isinstance(item, str):
             if not any(item == name for model in models for name, _ in model.named_modules()):
-                raise ValueError(f"keep_fp32_modules: no module is called {item!r}; names are those of model.named_modules()")
+                raise ValueError(f"keep_fp32_modules: no module is called {item!r}; names are those of "
+                                 "model.named_modules()")
         elif not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"keep_fp32_modules must hold module types or names, got {item!r}")
 
@@ -383,7 +397,8 @@ def _check_parameters_are_not_torn(model: nn.Module, kept: set[nn.Module]) -> No
         for parameter in module.parameters(recurse=False):
             other, other_is_kept = holders.setdefault(id(parameter), (name, module in kept))
             if other_is_kept != (module in kept):
-                raise ValueError(f"modules {other!r} and {name!r} share a parameter, but only one of them stays FP32: list both or "
+                raise ValueError(f"modules {other!r} and {name!r} share a parameter, but only one of them stays FP32: "
+                                 "list both or "
                                  "neither in keep_fp32_modules")
 
 
@@ -417,8 +432,9 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
 def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     """Restores the loss scalers of the last `amp.initialize`; also from files that Apex wrote.
 
-    A static scale stays what `initialize` was told, and a dynamic one keeps its start where the checkpoint comes from a level
-    that did not scale at all. With another number of losses, what fits is loaded and a warning says what was left.
+    A static scale stays what `initialize` was told, and a dynamic one keeps its start where the checkpoint comes from a
+    level that did not scale at all. With another number of losses, what fits is loaded and a warning says what was
+    left.
     """
     _require_initialize("amp.load_state_dict")
     setup = process.latest
@@ -431,7 +447,8 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     left = [key for key in saved if key not in known]
     missing = [key for key in known if key not in saved]
     if left or missing:
-        setup.warn(f"amp.load_state_dict: the checkpoint has {len(saved)} loss scalers and this run {len(known)}; not loaded: "
+        setup.warn(f"amp.load_state_dict: the checkpoint has {len(saved)} loss scalers and this run {len(known)}; not "
+                   "loaded: "
                    f"{left or 'none'}; left at their start: {missing or 'none'}")
 
 
@@ -451,7 +468,8 @@ def _load_scaler(setup: Setup, scaler: LossScaler, saved: dict[str, float | int]
     current = scaler.loss_scale()
     never_scaled = scaler.dynamic and saved["loss_scale"] == 1.0 and saved["unskipped"] == 0
     if never_scaled or (not scaler.dynamic and saved["loss_scale"] != current):
-        setup.say(f"amp.load_state_dict: keeping loss scale {current}; the checkpoint has {saved['loss_scale']}, of another kind of scaling")
+        setup.say(f"amp.load_state_dict: keeping loss scale {current}; the checkpoint has {saved['loss_scale']}, of "
+                  "another kind of scaling")
     else:
         scaler.load_state_dict(saved)
 
@@ -484,8 +502,8 @@ def overflow_report() -> list[str]:
 def sync_masters(model: nn.Module) -> None:
     """Brings the model's low-precision values and their FP32 masters together now, after writes that nothing else sees.
 
-    Those are writes through `.data` into the model's parameters, and writes into `state_dict()` values between two forwards of
-    a compiled model, which has no time to look; an uncompiled forward and an optimizer step see the latter by themselves.
+    Those are writes through `.data` into the model's parameters, and writes into `state_dict()` values between two
+    forwards of a compiled model, which can't look; an uncompiled forward and an optimizer step see the latter.
     `model` may be inside DistributedDataParallel, DataParallel or torch.compile's wrapper.
     """
     casts = [cast for cast in map(cast_of, model.modules()) if cast is not None]

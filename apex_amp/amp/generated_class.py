@@ -1,7 +1,8 @@
 """Subclasses made on the fly, so that one object of a user's class can behave a little differently.
 
-Swapping `obj.__class__` for a generated subclass keeps everything people rely on: `isinstance`, bound methods with their
-signatures, `super()`, deepcopy, DataParallel replicas. An attribute on the instance would not survive all of these.
+Swapping `obj.__class__` for a generated subclass keeps everything people rely on: `isinstance`, bound methods with
+their signatures, `super()`, deepcopy, DataParallel replicas. An attribute on the instance would not survive all of
+these.
 """
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[
     """The subclass of `base` for `role`, made at the first request: one per base and role, freed with its base.
 
     It looks like its base (`__name__`, `__qualname__`, `__module__`, `__doc__`), and calling it makes a plain instance
-    of the base: `type(model)(...)` is a fresh, uninitialized model. Registries that the base keeps of its subclasses, in
-    `__init_subclass__` or in a metaclass, do not hear of it.
+    of the base: `type(model)(...)` is a fresh, uninitialized model. Registries that the base keeps of its subclasses,
+    in `__init_subclass__` or in a metaclass, do not hear of it.
     """
     for existing in type.__subclasses__(base):
         if existing.__dict__.get("_amp_role") == role:

@@ -20,11 +20,11 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 class MasterWeights:
     """The pairs of one optimizer, in the order of its param_groups.
 
-    A pair is kept equal by version counters: whichever side was written since the last `sync` goes over to the other, the
-    master when both were. So an optimizer step, `load_state_dict`, an in-place write into a `state_dict()` value (which
-    aliases the master) and a write into the model parameter all reach the other side. Elements of a model parameter that
-    still are their master's rounded value leave it exact. Writes through `.data` move no counter: `pull` takes the model's
-    values whatever the counters say.
+    A pair is kept equal by version counters: whichever side was written since the last `sync` goes over to the other,
+    the master when both were. So an optimizer step, `load_state_dict`, an in-place write into a `state_dict()` value
+    (which aliases the master) and a write into the model parameter all reach the other side. Elements of a model
+    parameter that still are their master's rounded value leave it exact. Writes through `.data` move no counter: `pull`
+    takes the model's values whatever the counters say.
     """
 
     # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
@@ -35,8 +35,8 @@ class MasterWeights:
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
         self._master_index: dict[int, int] = {}
-        # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a parameter
-        # in two optimizers is one pair.
+        # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a
+        # parameter in two optimizers is one pair.
         self._seen: list[list[int]] = []
         # All versions after the last whole sync: while they stay, nothing was written.
         self._quiet: tuple[list[int], list[int]] = [], []
@@ -210,7 +210,8 @@ class FP32StateDict:
         """Loads a checkpoint's FP32 values into the masters, exactly; torch then loads the parameters themselves."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
-                "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made, and leave "
+                "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made, and "
+                "leave "
                 "their FP32 masters behind: call it without assign, or before amp.initialize.")
         for name, tensor in _own_tensors(module):
             value = state_dict.get(prefix + name)

@@ -27,10 +27,10 @@ from .master_weights import FP32StateDict, MasterWeights
 class ModelCast:
     """amp's state of one model, kept as `model._amp_cast`.
 
-    `cast_type`: what patched functions cast to inside its forward (None: they do not). `input_type` and `output_type`: what
-    floating inputs and outputs of forward are cast to (None: left alone). `masters`: the FP32 master weights of its
-    parameters, one object an optimizer. `instance_forward`: a forward that the user had put on the instance. `ddp`: the
-    DistributedDataParallel wrapper around it, held weakly. `is_checked`: its first forward found nothing wrong.
+    `cast_type`: what patched functions cast to inside its forward (None: they do not). `input_type` and `output_type`:
+    what floating inputs and outputs of forward are cast to (None: left alone). `masters`: the FP32 master weights of
+    its parameters, one object an optimizer. `instance_forward`: a forward that the user had put on the instance. `ddp`:
+    the DistributedDataParallel wrapper around it, held weakly. `is_checked`: its first forward found nothing wrong.
     """
     cast_type: torch.dtype | None
     input_type: torch.dtype | None
@@ -152,7 +152,8 @@ def _scripted_modules(model: nn.Module) -> list[torch.jit.ScriptModule]:
 
 def _check_not_sharded(model: nn.Module, cast: ModelCast) -> None:
     if any("_is_fsdp_managed_module" in module.__dict__ for module in model.modules()):
-        raise RuntimeError("fully_shard replaced the low-precision parameters that amp.initialize made, so their FP32 masters can't be "
+        raise RuntimeError("fully_shard replaced the low-precision parameters that amp.initialize made, so their FP32 "
+                           "masters can't be "
                            "trained: use opt_level='O1' or 'O4' with fully_shard.")
     cast.is_checked = True
 
@@ -198,7 +199,8 @@ def _warn_of_half_averages(setup: Any, cast: ModelCast) -> None:
     frame = sys._getframe()
     while cast.casts_weights and frame is not None:
         if frame.f_code is AveragedModel.__init__.__code__:
-            setup.warn(f"AveragedModel averages the {cast.input_type} parameters of this model, which can't follow small updates. Keep "
+            setup.warn(f"AveragedModel averages the {cast.input_type} parameters of this model, which can't follow "
+                       "small updates. Keep "
                        "an average of model.state_dict() instead, whose values are the FP32 masters")
         frame = frame.f_back
 
@@ -233,7 +235,8 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, fp32_modules: set[nn.Modu
                  fp32_values: dict[torch.Tensor, torch.Tensor]) -> None:
     """Casts floating parameters and float32 buffers to `dtype`, in place; float64, integer and complex buffers are left.
 
-    What belongs to `fp32_modules` stays as it is. `fp32_values` receives the FP32 value that each cast parameter had, uncopied.
+    What belongs to `fp32_modules` stays as it is. `fp32_values` receives the FP32 value that each cast parameter had,
+    uncopied.
     """
     for module in model.modules():
         if module in fp32_modules:
@@ -289,8 +292,9 @@ class _CastOutput:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor in it cast to `dtype`; what holds none comes back as the same object.
 
-    Looks into tuples, namedtuples, lists, mappings and dataclasses, and keeps their class; the caller's containers are not
-    changed. Another object with a `to` method is asked for `to(dtype)`. Raises TypeError where that fails or returns None.
+    Looks into tuples, namedtuples, lists, mappings and dataclasses, and keeps their class; the caller's containers are
+    not changed. Another object with a `to` method is asked for `to(dtype)`. Raises TypeError where that fails or
+    returns None.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
@@ -355,10 +359,12 @@ def _cast_by_its_own_to(value: Any, dtype: torch.dtype) -> Any:
         with _FloatingOnly():
             cast = _copy_with_containers(value).to(dtype)
     except Exception as error:
-        raise TypeError(f"{type(value).__name__}.to({dtype}) failed ({error}): a batch class given to an amp model must take a dtype in its "
+        raise TypeError(f"{type(value).__name__}.to({dtype}) failed ({error}): a batch class given to an amp model "
+                        "must take a dtype in its "
                         "`to` method (or be a tuple, list, dict or dataclass, which need no method)") from error
     if cast is None:
-        raise TypeError(f"{type(value).__name__}.to({dtype}) returned None: a batch class given to an amp model must return the cast "
+        raise TypeError(f"{type(value).__name__}.to({dtype}) returned None: a batch class given to an amp model must "
+                        "return the cast "
                         "batch from its `to` method (or be a tuple, list, dict or dataclass, which need no method)")
     return cast
 
