@@ -57,17 +57,20 @@ def _in_present_state(function: Callable[..., Any]) -> Callable[..., Any]:
 def _recompute_in_forward_state(replace: Replace) -> None:
     """Checkpoints recompute inside backward, in torch.autocast's state of their forward, and so in this one."""
     checkpoint = torch.utils.checkpoint
-    generator, forward = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.forward
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoint, name + "_impl"):  # from torch 2.14 on the work is here
+        name += "_impl"
+    generator, forward = getattr(checkpoint, name), checkpoint.CheckpointFunction.forward
 
     @functools.wraps(generator)
-    def _checkpoint_without_reentrant_generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def non_reentrant(fn: Any, *args: Any, **kwargs: Any) -> Any:
         return generator(_in_present_state(fn), *args, **kwargs)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Any, *args: Any) -> Any:
         return forward(ctx, _in_present_state(run_function), *args)
 
-    replace(checkpoint, generator.__name__, _checkpoint_without_reentrant_generator)
+    replace(checkpoint, name, non_reentrant)
     replace(checkpoint.CheckpointFunction, "forward", staticmethod(reentrant))
 
 
