@@ -60,7 +60,8 @@ def multi_tensor_axpby(x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[T
         _ops.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor)
 
 
-def multi_tensor_check(tensors: Sequence[Tensor], found_inf: Tensor, found_inf_per_tensor: Tensor | None = None) -> None:
+def multi_tensor_check(tensors: Sequence[Tensor], found_inf: Tensor,
+                       found_inf_per_tensor: Tensor | None = None) -> None:
     """Only checks the tensors for inf and NaN."""
     if is_compiling() or not _C.multi_tensor_check(tensors, found_inf, found_inf_per_tensor):
         _ops.multi_tensor_check(tensors, found_inf, found_inf_per_tensor)

@@ -5,10 +5,10 @@ state is float32; arithmetic is FP32. `steps` is a list of float32 tensors of on
 a number that is taken as the count of all, this step included. `model_params` (None: none) receive the new float32
 params rounded to float16 or bfloat16.
 
-`found_inf` and `inv_scale` are float32 tensors of one element, or None. Gradients are multiplied by inv_scale, and where
-found_inf isn't 0 nothing is written at all; both are read on their device, so that no call waits for it. `lr` is a float
-or such a tensor. Every tensor of a written list has its version moved, skipped or not. Errors are TypeError or ValueError
-that name the argument and its index, and nothing has been written when one is raised.
+`found_inf` and `inv_scale` are float32 tensors of one element, or None. Gradients are multiplied by inv_scale, and
+where found_inf isn't 0 nothing is written at all; both are read on their device, so that no call waits for it. `lr` is
+a float or such a tensor. Every tensor of a written list has its version moved, skipped or not. Errors are TypeError or
+ValueError that name the argument and its index, and nothing has been written when one is raised.
 
 Where this build has no kernels for a device the same rules run in plain torch.
 """

@@ -7,8 +7,8 @@ torch's side copies half gradients to float, unscales and checks them, takes its
 "half gradients" is the same with materialize_master_grads=False. Rows "FP32": the step alone. Torch's step is the fused
 one where torch has the optimizer, else written with torch._foreach_*.
 
-GB/s counts the bytes that a row must move at least: each list it reads or writes once for each pass. --memory prints the
-peak of a process's memory over a few steps, in bytes a parameter, beside torch.amp's.
+GB/s counts the bytes that a row must move at least: each list it reads or writes once for each pass. --memory prints
+the peak of a process's memory over a few steps, in bytes a parameter, beside torch.amp's.
 """
 from __future__ import annotations
 
@@ -128,12 +128,13 @@ def cases(name: str, tensors: int, size: int, device: torch.device) -> Iterator[
         param.grad = None
     del ours
     half_grads = [torch.full((size,), 0.125, dtype=torch.float16, device=device) for _ in range(tensors)]
-    steps = [amp_step(name, Parameters(tensors, size, device), half_grads, materialize) for materialize in (True, False)]
+    steps = [amp_step(name, Parameters(tensors, size, device), half_grads, materialize)
+             for materialize in (True, False)]
     yield "O2", [*steps, torch_step(name, theirs, half_grads)], [6 + 14 + state, 2 + 12 + state]
 
 
 def measure(names: list[str], device: torch.device, repeats: int) -> None:
-    print("| optimizer | row | tensors x elements | ms | GB/s | torch ms | ratio | wanted |\n|---|---|---|---|---|---|---|---|")
+    print("| optimizer | row | tensors x elements | ms | GB/s | torch ms | ratio | wanted |\n" + "|---" * 8 + "|")
     for name in names:
         for column, (tensors, size) in enumerate(SHAPES):
             for row, functions, moved in cases(name, tensors, size, device):
@@ -141,8 +142,8 @@ def measure(names: list[str], device: torch.device, repeats: int) -> None:
                 for seconds, number, label in zip(ours, moved, (row, f"{row}, half gradients")):
                     wanted = f"{WANTED[label][column]:g}" if device.type == "cpu" and name == "FusedAdam" else ""
                     print(f"| {name} | {label} | {tensors:,} x {size:,} | {seconds * 1e3:.1f} | "
-                          f"{number * tensors * size / seconds / 1e9:.1f} | {torchs * 1e3:.1f} | {torchs / seconds:.2f} | "
-                          f"{wanted} |", flush=True)
+                          f"{number * tensors * size / seconds / 1e9:.1f} | {torchs * 1e3:.1f} | "
+                          f"{torchs / seconds:.2f} | {wanted} |", flush=True)
                 amp.shutdown()
 
 

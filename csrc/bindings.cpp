@@ -634,7 +634,8 @@ class StepCounts {
       const at::Tensor& step = lists_->tensor(0, i);
       const at::Device device = updated.tensor(0, i).device();
       if (step.numel() == 1 && step.device() == device && lists_->all_of(i, at::kFloat)) continue;
-      call.fail<py::value_error>(text("steps[", i, "]"), text("one element of float32 on ", device, " like grads[", i, "]"),
+      call.fail<py::value_error>(text("steps[", i, "]"),
+                                 text("one element of float32 on ", device, " like grads[", i, "]"),
                                  text("shape ", step.sizes(), " on ", step.device(), ", ", lists_->dtype_names(i)));
     }
   }

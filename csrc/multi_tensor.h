@@ -1,7 +1,7 @@
 // What bindings.cpp hands to the CPU and CUDA executors: plain structs, no torch, no CUDA headers.
 //
-// Adding an elementwise op: its struct in elementwise.h, its dtypes in ElementDTypes below, one explicit
-// instantiation of run_elementwise_cpu and of run_elementwise_cuda, one binding.
+// Adding an elementwise op: its struct in elementwise.h (an optimizer's in optimizer_elements.h), its dtypes in
+// ElementDTypes below, its name in APEX_AMP_FOR_EACH_ELEMENT, one binding.
 #pragma once
 #include <stdint.h>
 

@@ -347,8 +347,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// A block for each chunk of an element with kSums: the sums of its terms' squares go where chunk_square_sums_kernel puts
-// one, a term's `scratch_stride` and `sums_stride` after the one before.
+// A block for each chunk of an element with kSums: the sums of its terms' squares go where chunk_square_sums_kernel
+// puts one, a term's `scratch_stride` and `sums_stride` after the one before.
 template <class Element, class Table, int... kBytes>
 __global__ void __launch_bounds__(kBlockThreads)
     summing_kernel(const Table __grid_constant__ table, typename Element::Args args, unsigned bfloat16, double* scratch,

@@ -2,8 +2,8 @@
 //
 // Lists come in the order gradient, parameter, state, and last, with kCopy, a low-precision copy of the new parameter
 // for the model. An element multiplies gradients by inv_scale, and skips everything when found_inf isn't zero. What
-// depends on a parameter's step count is worked out once per tensor by a Count*, which sees tensors of one float32 element,
-// and kept in an array of StepFactors. R is float throughout.
+// depends on a parameter's step count is worked out once per tensor by a Count*, which sees tensors of one float32
+// element, and kept in an array of StepFactors. R is float throughout.
 #pragma once
 #include <math.h>
 

@@ -303,8 +303,8 @@ def test_the_order_of_blocks_and_threads_changes_nothing(cuda: Emulator, schedul
 # ---- optimizers ----
 
 def adam_case(n: int) -> tuple:
-    return 2, True, {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": n % 2 == 0,
-                     "bias_correction": True}
+    return 2, True, {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1,
+                     "adam_w_mode": n % 2 == 0, "bias_correction": True}
 
 
 def sgd_case(n: int) -> tuple:
@@ -486,8 +486,8 @@ FAULTS: dict[str, tuple[str, str, Callable[[Emulator], None], str]] = {
 
 
 # The faults are in what all elements share: a few of them will do, which compile sooner.
-WITHOUT_OPTIMIZERS = ["-DAPEX_AMP_FOR_EACH_ELEMENT(DO)=DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement)",
-                      "-DAPEX_AMP_FOR_EACH_COUNT(DO)="]
+FEW_ELEMENTS = "DO(ScaleElement) DO(AxpbyElement) DO(CopyElement) DO(CheckElement)"
+WITHOUT_OPTIMIZERS = [f"-DAPEX_AMP_FOR_EACH_ELEMENT(DO)={FEW_ELEMENTS}", "-DAPEX_AMP_FOR_EACH_COUNT(DO)="]
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,8 @@ def test_hundred_steps_follow_the_reference(inner: tuple, clip: bool) -> None:
     exact = [param.detach().double().requires_grad_() for param in params]
     larc = LARC(make(params, **given), trust_coefficient=0.05, clip=clip)
     twin = torch.optim.Adam if "Adam" in make.__name__ else torch.optim.SGD
-    reference = twin(exact, **{key: value for key, value in given.items() if key not in ("weight_decay", "adam_w_mode")})
+    kept = {key: value for key, value in given.items() if key not in ("weight_decay", "adam_w_mode")}
+    reference = twin(exact, **kept)
     generator = torch.Generator().manual_seed(1)
     for step in range(100):
         for index, (param, other) in enumerate(zip(params, exact)):
@@ -85,7 +86,8 @@ def test_faces_of_the_wrapped_optimizer() -> None:
     other = LARC(FusedSGD(make_params(), lr=0.2, momentum=0.9))
     other.load_state_dict(larc.state_dict())
     assert other.param_groups[0]["lr"] == 0.1
-    assert torch.equal(list(other.state.values())[2]["momentum_buffer"], list(larc.state.values())[2]["momentum_buffer"])
+    buffers = [list(wrapper.state.values())[2]["momentum_buffer"] for wrapper in (larc, other)]
+    assert torch.equal(*buffers)
     larc.zero_grad(set_to_none=True)
     assert all(param.grad is None for param in params)
     extra = torch.ones(2, requires_grad=True)

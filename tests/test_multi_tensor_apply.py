@@ -76,3 +76,62 @@ def test_a_refused_call_leaves_the_overflow_buffer_alone():
     with pytest.raises(TypeError, match=r"src\[0\]"):
         amp_C.multi_tensor_scale(1, overflow, [[torch.ones(3, dtype=torch.int32)], [torch.ones(3)]], 1.0)
     assert overflow.item() == 0
+
+
+# ---- the optimizers' functions ----
+
+def optimizer_lists(count: int) -> list[list[torch.Tensor]]:
+    """Gradients, parameters and state: sizes differ, state is not negative."""
+    torch.manual_seed(0)
+    lists = [[torch.randn(size) for size in (5, 40, 1)] for _ in range(count)]
+    return lists[:2] + [[tensor.abs() for tensor in tensors] for tensors in lists[2:]]
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=str)
+def test_adam_takes_a_step_number_and_state_of_any_dtype(state_dtype: torch.dtype) -> None:
+    grads, params, exp_avgs, exp_avg_sqs = optimizer_lists(4)
+    moments = [[tensor.to(state_dtype) for tensor in tensors] for tensors in (exp_avgs, exp_avg_sqs)]
+    twins = [param.clone().requires_grad_() for param in params]
+    theirs = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.2)
+    for twin, grad, first, second in zip(twins, grads, *moments):
+        twin.grad = grad
+        theirs.state[twin] = {"step": torch.tensor(2.0), "exp_avg": first.float().clone(),
+                               "exp_avg_sq": second.float().clone()}
+    theirs.step()
+    flag = torch.ones(1, dtype=torch.int32)
+    multi_tensor_applier(amp_C.multi_tensor_adam, flag, [grads, params, *moments], 0.1, 0.9, 0.999, 1e-8, 3,
+                         1, 1, 0.2)
+    for param, twin, first in zip(params, twins, moments[0]):
+        torch.testing.assert_close(param, twin.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(first, theirs.state[twin]["exp_avg"].to(state_dtype))
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_sgd_writes_model_copies_unless_noop_flag_is_set(skip: int) -> None:
+    grads, params, buffers = optimizer_lists(3)
+    copies = [torch.zeros_like(param, dtype=torch.float16) for param in params]
+    old = [param.clone() for param in params]
+    expected = [param - 0.1 * (0.9 * buffer + 0.5 * grad) for grad, param, buffer in zip(grads, params, buffers)]
+    flag = torch.tensor([skip], dtype=torch.int32)
+    multi_tensor_applier(amp_C.multi_tensor_sgd, flag, [grads, params, buffers, copies], 0.0, 0.9, 0.0, 0.1,
+                         False, False, False, 0.5)
+    for param, before, after, copied in zip(params, old, expected, copies):
+        torch.testing.assert_close(param, before if skip else after)
+        assert torch.equal(copied, torch.zeros_like(copied) if skip else param.half())
+
+
+def test_lamb_in_one_call_and_in_two_stages() -> None:
+    lists = optimizer_lists(4)
+    twins = [[tensor.clone() for tensor in tensors] for tensors in lists]
+    flag, norm = torch.zeros(1, dtype=torch.int32), amp_C.multi_tensor_l2norm(0, None, [lists[0]])[0]
+    multi_tensor_applier(amp_C.multi_tensor_lamb, flag, lists, 0.1, 0.9, 0.999, 1e-6, 3, 1, 0.2, 1, 1, norm,
+                         1.0, False)
+    updates = [torch.empty_like(grad) for grad in twins[0]]
+    multi_tensor_applier(amp_C.multi_tensor_lamb_stage1_cuda, flag, [*twins, updates], torch.full((3,), 0.2),
+                         2, 0.9, 0.999, 1e-6, norm, 1.0)
+    norms = [amp_C.multi_tensor_l2norm(0, flag, [tensors], True)[1] for tensors in (twins[1], updates)]
+    multi_tensor_applier(amp_C.multi_tensor_lamb_stage2_cuda, flag, [twins[1], updates], *norms, 0.1, 0.2)
+    for tensors, others in zip(lists, twins):
+        for one, other in zip(tensors, others):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

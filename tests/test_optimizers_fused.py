@@ -128,7 +128,8 @@ def adam_cases() -> list[tuple]:
     cases = []
     for decoupled, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
         for given in options(weight_decay=(0.0, 0.1), betas=((0.9, 0.999), (0.5, 0.9)), eps=(1e-8, 1e-3)):
-            cases.append(("FusedAdam", {"lr": 3e-3, "adam_w_mode": decoupled, **given}, reference, {"lr": 3e-3, **given}))
+            cases.append(("FusedAdam", {"lr": 3e-3, "adam_w_mode": decoupled, **given}, reference,
+                          {"lr": 3e-3, **given}))
     return cases
 
 
@@ -168,7 +169,8 @@ CASE_IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in given.items() if k != 'lr'
 # One with every option on, for each optimizer.
 FULL_CASES = [
     ("FusedAdam", {"weight_decay": 0.1}), ("FusedSGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    ("FusedLAMB", {"weight_decay": 0.05}), ("FusedNovoGrad", {"weight_decay": 0.05}), ("FusedAdagrad", {"weight_decay": 0.1}),
+    ("FusedLAMB", {"weight_decay": 0.05}), ("FusedNovoGrad", {"weight_decay": 0.05}),
+    ("FusedAdagrad", {"weight_decay": 0.1}),
 ]
 
 

@@ -240,7 +240,8 @@ def test_a_subclass_written_for_apex() -> None:
 
 @pytest.mark.parametrize("make,given", ALL, ids=IDS)
 def test_gradients_that_are_refused_leave_everything_alone(make: type, given: dict) -> None:
-    for bad, message in ((torch.ones(17).to_sparse(), "parameter 0 of group 1, of shape \\(17,\\), has a sparse gradient"),
+    sparse = "parameter 0 of group 1, of shape \\(17,\\), has a sparse gradient"
+    for bad, message in ((torch.ones(17).to_sparse(), sparse),
                          (torch.ones(17, dtype=torch.float64), "has a gradient of torch.float64")):
         params = make_params()
         optimizer = make([{"params": params[:2]}, {"params": params[2:]}], **given)
@@ -259,7 +260,7 @@ def test_gradients_that_are_refused_leave_everything_alone(make: type, given: di
 def test_float64_parameters_are_refused(make: type, given: dict) -> None:
     params = make_params()
     params[1] = params[1].detach().double().requires_grad_()
-    with pytest.raises(RuntimeError, match="parameter 1 of group 0, of shape \\(\\), is torch.float64: expected float16"):
+    with pytest.raises(RuntimeError, match="parameter 1 of group 0, of shape \\(\\), is torch.float64: expected"):
         make(params, **given)
 
 

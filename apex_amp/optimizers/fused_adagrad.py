@@ -23,8 +23,8 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: True: decoupled weight decay; False: L2 regularization.
         materialize_master_grads: see FusedOptimizer.
 
-    Groups also carry torch's lr_decay and initial_accumulator_value, both 0, and follow them when a checkpoint of torch's
-    or the group sets them.
+    Groups also carry torch's lr_decay and initial_accumulator_value, both 0, and follow them when a checkpoint of
+    torch's or the group sets them.
 
     Raises:
         ValueError: an option out of its range.

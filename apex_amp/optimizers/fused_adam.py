@@ -76,8 +76,8 @@ class FusedAdam(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for option in ("amsgrad", "maximize"):
             if any(group.get(option) for group in state_dict["param_groups"]):
-                raise RuntimeError(f"FusedAdam.load_state_dict: the checkpoint was made with {option}=True, which FusedAdam "
-                                   "does not support: load it into torch.optim.Adam or AdamW")
+                raise RuntimeError(f"FusedAdam.load_state_dict: the checkpoint was made with {option}=True, which "
+                                   "FusedAdam does not support: load it into torch.optim.Adam or AdamW")
         super().load_state_dict(state_dict)
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:

@@ -15,10 +15,9 @@ from .fused_optimizer import Batch, FusedOptimizer, check_options, new_step, zer
 class FusedLAMB(FusedOptimizer):
     """LAMB (Large Batch Optimization for Deep Learning, arXiv 1904.00962), as Apex varies it.
 
-    Where it departs from the paper: gradients are first scaled down to `max_grad_norm`, the norm of the gradients of all
-    groups together; the trust ratio |param| / |update| has no bounds (phi is the identity), is 1 where either norm is 0,
-    and applies where weight_decay is not 0, or everywhere with use_nvlamb. The moments are Adam's, with bias
-    correction, which the paper's later versions leave out.
+    Where it departs from the paper: gradients are first scaled down to `max_grad_norm`, the norm of the gradients of
+    all groups together; the trust ratio |param| / |update| has no bounds (phi is the identity), is 1 where either norm
+    is 0, and applies where weight_decay is not 0, or everywhere with use_nvlamb.
 
     Args:
         params: an iterable of parameters, or of dicts that define groups.

@@ -17,7 +17,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     Where it departs from the paper, whose rule is reg_inside_moment=True, bias_correction=False, grad_averaging=False
     and betas=(0.95, 0.98): the average over layers' gradients is kept as a norm, not as its square; with bias
-    correction the norm is divided by sqrt(1 - beta2**step), although the first step's norm already is the whole average.
+    correction the norm is divided by sqrt(1 - beta2**step), although the first norm already is the whole average.
 
     Args:
         params: an iterable of parameters, or of dicts that define groups.
@@ -34,7 +34,7 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: what `zero_grad()` without an argument does.
         materialize_master_grads: see FusedOptimizer.
 
-    State of a parameter: step, exp_avg, and exp_avg_sq, the averaged norm (not squared, in spite of Apex's name for it).
+    State of a parameter: step, exp_avg, and exp_avg_sq, the averaged norm (not squared, in spite of Apex's name).
 
     Raises:
         RuntimeError: amsgrad=True, or another norm_type.
@@ -52,7 +52,8 @@ class FusedNovoGrad(FusedOptimizer):
         if amsgrad:
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
         if norm_type not in (0, 2):
-            raise RuntimeError(f"FusedNovoGrad: norm_type must be 2 (L2 norm) or 0 (largest magnitude), got {norm_type!r}")
+            raise RuntimeError("FusedNovoGrad: norm_type must be 2 (L2 norm) or 0 (largest magnitude), got "
+                               f"{norm_type!r}")
         check_options("FusedNovoGrad", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         self.moment_mode = 0 if reg_inside_moment else 1
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
@@ -66,7 +67,8 @@ class FusedNovoGrad(FusedOptimizer):
         for batch in batches:
             group = batch.group
             l2_norm = group["norm_type"] == 2
-            norms = multi_tensor_l2norm(batch.grads, per_tensor=True)[1] if l2_norm else _largest_magnitudes(batch.grads)
+            norms = multi_tensor_l2norm(batch.grads, per_tensor=True)[1] if l2_norm \
+                else _largest_magnitudes(batch.grads)
             multi_tensor_novograd(batch.grads, batch.params, batch.state("exp_avg"),
                                   batch.state("exp_avg_sq"), batch.state("step"), batch.model_params,
                                   found_inf, batch.inv_scale, group["lr"], norms, *group["betas"], group["eps"],

@@ -152,11 +152,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         name = f"{type(self).__name__}: parameter {index} of group {group_index}, of shape {tuple(param.shape)},"
         if param.dtype not in _DTYPES:
-            raise RuntimeError(f"{name} is {param.dtype}: expected float16, bfloat16 or float32. Use torch.optim for it, or "
-                               "model.float()")
+            raise RuntimeError(f"{name} is {param.dtype}: expected float16, bfloat16 or float32. Use torch.optim for "
+                               "it, or model.float()")
         if not whole:
-            raise RuntimeError(f"{name} is sharded (a DTensor), and this optimizer needs norms of whole parameters: use "
-                               "FusedAdam or torch.optim.AdamW with sharded models")
+            raise RuntimeError(f"{name} is sharded (a DTensor), and this optimizer needs norms of whole parameters: "
+                               "use FusedAdam or torch.optim.AdamW with sharded models")
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{name} has a sparse gradient, which this optimizer does not support: use "
                                "torch.optim.SparseAdam or SGD for it, or build the embedding with sparse=False")

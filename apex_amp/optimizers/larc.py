@@ -69,7 +69,7 @@ class LARC:
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Rescales the gradients in place and steps the wrapped optimizer; returns the loss of `closure`, called once."""
+        """Rescales the gradients in place and steps the wrapped optimizer; returns the loss of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,7 +95,7 @@ class LARC:
 
     @contextlib.contextmanager
     def _amp_scaling_handed_on(self) -> Iterator[Tensor | float]:
-        """Gives the wrapped optimizer what torch.amp.GradScaler or amp gave this one; yields the gradients' loss scale."""
+        """Hands on what torch.amp.GradScaler or amp gave this optimizer; yields the gradients' loss scale."""
         given = {name: vars(self)[name] for name in ("found_inf", "grad_scale") if name in vars(self)}
         vars(self.optim).update(given)
         try:

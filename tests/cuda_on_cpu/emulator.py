@@ -183,7 +183,8 @@ class Emulator:
         writes = writes if model_params is None else [*writes, model_params]
         numbers = (ctypes.c_double * len(options))(*map(float, options))
         options_tensor = torch.frombuffer(numbers, dtype=torch.float64)
-        with self.buffers([*sum(reads, []), found_inf, inv_scale, factors, options_tensor], [*sum(writes, []), *scratch]):
+        inputs = [*sum(reads, []), found_inf, inv_scale, factors, options_tensor]
+        with self.buffers(inputs, [*sum(writes, []), *scratch]):
             self.call(name, *_table([*reads, *writes]), model_params is not None, _pointer(found_inf),
                       _pointer(inv_scale), numbers, _pointer(factors), *map(_pointer, scratch))
 

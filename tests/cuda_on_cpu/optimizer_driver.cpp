@@ -24,10 +24,11 @@ GradientArgs gradient(const float* found_inf, const float* inv_scale) { return {
 extern "C" {
 
 // `o`: the options of the rule in the order in which its Python function takes them, from lr on.
-#define STEP_PARAMETERS bool copies, const float *found_inf, const float *inv_scale, const double *o, StepFactors *factors
+#define STEP_PARAMETERS \
+  bool copies, const float *found_inf, const float *inv_scale, const double *o, StepFactors *factors
 
-const char* driver_count_adam(TABLE_PARAMETERS, const float* found_inf, double beta1, double beta2, bool bias_correction,
-                              StepFactors* factors) {
+const char* driver_count_adam(TABLE_PARAMETERS, const float* found_inf, double beta1, double beta2,
+                              bool bias_correction, StepFactors* factors) {
   return text_of(run_count_cuda<CountAdam>(MAKE_TABLE(1), {{0.0f, found_inf}, beta1, beta2, bias_correction, factors},
                                            nullptr));
 }
@@ -40,8 +41,8 @@ const char* driver_adam(TABLE_PARAMETERS, STEP_PARAMETERS) {
 
 const char* driver_sgd(TABLE_PARAMETERS, STEP_PARAMETERS) {
   return update<SgdWithMomentum>(MAKE_TABLE(3 + copies), copies,
-                                 {gradient(found_inf, inv_scale), {float(o[0]), nullptr}, float(o[1]), float(1.0 - o[2]),
-                                  float(o[3]), o[4] != 0, o[5] != 0, o[6] != 0});
+                                 {gradient(found_inf, inv_scale), {float(o[0]), nullptr}, float(o[1]),
+                                  float(1.0 - o[2]), float(o[3]), o[4] != 0, o[5] != 0, o[6] != 0});
 }
 
 // data: gradients, parameters, exp_avgs, exp_avg_sqs, copies. The second stage begins at the parameters.
@@ -49,7 +50,8 @@ const char* driver_lamb(TABLE_PARAMETERS, STEP_PARAMETERS, double* scratch, doub
   LambArgs args{gradient(found_inf, inv_scale), {float(o[0]), nullptr}, {float(o[1]), nullptr}, average(o[2]),
                 average(o[3]), float(o[4]), float(o[5]), float(o[9]), o[6] != 0, o[10] != 0 || o[5] != 0, {{}, factors},
                 sums, sums + tensors};
-  const char* error = text_of(run_summing_cuda<LambMomentsElement>(MAKE_TABLE(4), args, scratch, sums, tensors, nullptr));
+  const char* error =
+      text_of(run_summing_cuda<LambMomentsElement>(MAKE_TABLE(4), args, scratch, sums, tensors, nullptr));
   return error ? error : update<LambParameterElement>(make_table(3 + copies, tensors, sizes, index, data + tensors,
                                                                  dtypes + 1), copies, args);
 }
@@ -57,9 +59,9 @@ const char* driver_lamb(TABLE_PARAMETERS, STEP_PARAMETERS, double* scratch, doub
 const char* driver_count_novograd(TABLE_PARAMETERS, const float* found_inf, const float* inv_scale,
                                   const float* grad_norms, double beta1, double beta2, double eps, bool bias_correction,
                                   bool init_zero, bool l2_norm, StepFactors* factors) {
-  return text_of(run_count_cuda<CountNovoGrad>(MAKE_TABLE(2), {gradient(found_inf, inv_scale), grad_norms, beta1, beta2,
-                                                               float(eps), bias_correction, init_zero, l2_norm, factors},
-                                               nullptr));
+  const CountNovoGrad::Args args{gradient(found_inf, inv_scale), grad_norms, beta1, beta2, float(eps), bias_correction,
+                                 init_zero, l2_norm, factors};
+  return text_of(run_count_cuda<CountNovoGrad>(MAKE_TABLE(2), args, nullptr));
 }
 
 const char* driver_novograd(TABLE_PARAMETERS, STEP_PARAMETERS) {
