@@ -343,7 +343,7 @@ struct AdagradElement {
       : skipped(args.gradient.skip()), inv_scale(args.gradient.inv_scale.load()), eps(args.eps),
         l2(args.decoupled ? 0.0f : args.weight_decay) {
     step_size = args.lr.load() / args.factors.load(tensor).first;
-    shrink = args.decoupled ? step_size * args.weight_decay : 0.0f;
+    shrink = step_size * (args.decoupled ? args.weight_decay : 0.0f);
   }
   APEX_AMP_HD bool skip() const { return skipped; }
   template <class R>
