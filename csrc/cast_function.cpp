@@ -944,11 +944,27 @@ PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   Py_RETURN_NONE;
 }
 
+// A scope is a decorator too: the function runs in a scope of its own at each call.
+PyObject* CastScope_call(PyObject* object, PyObject* args, PyObject* kwargs) {
+  const char* keywords[] = {"function", nullptr};
+  PyObject* function;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", const_cast<char**>(keywords), &function)) return nullptr;
+  const auto* self = reinterpret_cast<CastScope*>(object);
+  PyObject* module = PyImport_ImportModule("apex_amp.amp.cast_state");
+  if (module == nullptr) return nullptr;
+  PyObject* decorated = PyObject_CallMethod(module, "run_in_scope", "ONi", function, dtype_object(self->inner.scope),
+                                            static_cast<int>(self->forward));
+  Py_DECREF(module);
+  return decorated;
+}
+
 PyMethodDef scope_methods[] = {
     {"__enter__", CastScope_enter, METH_NOARGS, nullptr},
     {"__exit__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(CastScope_exit)), METH_FASTCALL, nullptr},
     {nullptr}};
-PyType_Slot scope_slots[] = {{Py_tp_methods, scope_methods}, {0, nullptr}};
+PyType_Slot scope_slots[] = {{Py_tp_methods, scope_methods},
+                             {Py_tp_call, reinterpret_cast<void*>(CastScope_call)},
+                             {0, nullptr}};
 PyType_Spec scope_spec = {"apex_amp._C.CastScope", sizeof(CastScope), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                           scope_slots};

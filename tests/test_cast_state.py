@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from apex_amp import amp
 from apex_amp.amp import cast_state
 from apex_amp.amp.cast_report import cast_report
 from cast_fixtures import casts
@@ -193,3 +194,16 @@ def test_a_failing_forward_ends_the_report(request: pytest.FixtureRequest) -> No
 def state_is_left_as_it_was() -> Iterator[None]:
     yield
     assert cast_state.current_cast_type() in (HALF, None)
+
+
+def test_disable_casts_is_a_decorator_too():
+    @amp.disable_casts()
+    def product(x):
+        """Of x with itself."""
+        return torch.mm(x, x)
+
+    model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    x = torch.ones(2, 2)
+    assert product.__doc__ == "Of x with itself."
+    assert product(x).dtype is product(x).dtype is torch.float32 and torch.mm(x, x).dtype is torch.float16
+    assert model(x).dtype is torch.float16

@@ -5,8 +5,9 @@ calling thread decides; outside any scope the process default does.
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,7 +16,18 @@ from apex_amp import _C
 __all__ = ["cast_scope", "clear_weight_cache", "current_cast_type", "disable_casts", "set_cast_devices",
            "set_default_cast_type"]
 
-CastScope = contextlib.AbstractContextManager[None]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CastScope(Protocol):
+    """A context manager and a decorator."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+    def __call__(self, function: F) -> F: ...
+
 
 state = _C.CastState()  # its `cast_type` is the calling thread's
 devices: frozenset[str] | None = None  # device types that are cast; None: all
@@ -39,8 +51,17 @@ def cast_region(cast_type: torch.dtype | None, device_type: str, cached: bool) -
     return _C.region_scope(cast_type, device_type, cached)
 
 
+def run_in_scope(function: Callable[..., Any], cast_type: torch.dtype | None, forward: bool) -> Callable[..., Any]:
+    """`function` with each call inside `cast_scope(cast_type, forward)`: what a scope used as a decorator gives."""
+    @functools.wraps(function)
+    def in_scope(*args: Any, **kwargs: Any) -> Any:
+        with _C.cast_scope(cast_type, forward):
+            return function(*args, **kwargs)
+    return in_scope
+
+
 def disable_casts() -> CastScope:
-    """Context manager: inside it, this thread runs plain torch, in the dtypes its tensors have."""
+    """Context manager and decorator: inside it, this thread runs plain torch, in the dtypes its tensors have."""
     return _C.cast_scope(None)
 
 
