@@ -55,7 +55,7 @@ class Setup:
         self.models.append(weakref.ref(model, _end_dead_setups))
 
     def parameter_names(self) -> dict[int, str]:
-        """id -> qualified name of every parameter of the models that are alive; later models are told apart by number."""
+        """id -> qualified name of every parameter of the models alive; later models are told apart by number."""
         names: dict[int, str] = {}
         for index, model in enumerate(self.alive_models()):
             prefix = f"model{index}." if index else ""

@@ -332,7 +332,7 @@ def _prepare(stash: Stash) -> None:
         listed = ", ".join(names.get(id(parameter), "?") for parameter in outside[:5])
         stash.setup.warn(f"the gradients of {len(outside)} low-precision parameters ({listed}, ...) came from a "
                          "backward outside amp.scale_loss: they are used as they are, and small ones have become zero. "
-                         "Wrap the backward: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()")
+                         "Wrap it: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()")
 
 
 def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
@@ -357,7 +357,7 @@ def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 class _OverflowInClosure(BaseException):
-    """Ends a step whose closure overflowed before anything had changed. No Exception, for optimizers that catch those."""
+    """Ends a step whose closure overflowed before anything changed. No Exception, for optimizers that catch those."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
@@ -378,7 +378,7 @@ class _Closure:
         if isinstance(optimizer, torch.optim.LBFGS) and any(scaler.dynamic for scaler in setup.loss_scalers):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step calls its closure again after moving the parameters: with "
-                "loss_scale=\"dynamic\" an overflow there could not be undone. Give amp.initialize a static loss_scale.")
+                "loss_scale=\"dynamic\" an overflow there can't be undone. Give amp.initialize a static loss_scale.")
 
     def __call__(self) -> Any:
         stash = self._optimizer._amp_stash

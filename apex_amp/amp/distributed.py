@@ -1,4 +1,4 @@
-"""DistributedDataParallel around an amp model: masters that are equal on all ranks, and no_sync() that scale_loss sees."""
+"""DistributedDataParallel around an amp model: equal masters on all ranks, and a no_sync() that scale_loss sees."""
 from __future__ import annotations
 
 import functools

@@ -67,8 +67,8 @@ def initialize(
         models: a module, or a list or tuple of them, with FP32 parameters.
         optimizers: an optimizer, a list or tuple of them, or None for inference.
         enabled: False makes this and every other amp call a no-op.
-        opt_level: "O0" (FP32), "O1" (casts around functions), "O2" (half model, FP32 masters), "O3" (all half), and "O4",
-            "O5", the bfloat16 twins of O1 and O2.
+        opt_level: "O0" (FP32), "O1" (casts around functions), "O2" (half model, FP32 masters), "O3" (all half), and
+            "O4", "O5", the bfloat16 twins of O1 and O2.
         cast_model_type, patch_torch_functions, patch_torch_functions_type, keep_batchnorm_fp32, master_weights:
             override the level's property of that name; None leaves it.
         loss_scale: "dynamic", or a positive number (or its string) that stays; None: the level's own.
@@ -129,7 +129,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _undo_earlier(models: list[nn.Module], optimizers: list) -> dict[torch.Tensor, torch.Tensor]:
-    """Makes plain again what comes a second time, and every optimizer of an earlier call that trains masters of these models.
+    """Makes plain again what comes a second time, and earlier calls' optimizers that train masters of these models.
 
     Returns the FP32 value of each parameter that had a master.
     """
@@ -418,7 +418,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
-    """{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...} of the last `amp.initialize`; {} with enabled=False.
+    """{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...} of the last initialize; {} with enabled=False.
 
     Masters are in the model's state_dict, so model, optimizer and this together are the whole training state.
     """
@@ -475,7 +475,7 @@ def _load_scaler(setup: Setup, scaler: LossScaler, saved: dict[str, float | int]
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The current scale of one loss of the last `amp.initialize`; 1.0 with enabled=False. On a GPU this waits for it."""
+    """The current scale of one loss of the last `amp.initialize`; 1.0 with enabled=False. Waits for a GPU."""
     _require_initialize("amp.loss_scale")
     if process.latest is None:
         return 1.0

@@ -262,7 +262,7 @@ class Gradients:
     # --- internals ----------------------------------------------------------------------------------------------------
 
     def _list_parameters(self, param_groups: list[dict], taken: set[int] | None) -> None:
-        """Fills `_carriers` and `_holders`: first the parameters that are both, `_own` many, then those with a master."""
+        """Fills `_carriers` and `_holders`: first the `_own` parameters that are both, then those with a master."""
         own = [parameter for group in param_groups for parameter in group["params"]]
         carriers: list[Tensor] = []
         holders: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""FP32 master weights: pairs of a low-precision model parameter and the FP32 tensor that the optimizer really trains."""
+"""FP32 master weights: pairs of a low-precision model parameter and the FP32 tensor that the optimizer trains."""
 from __future__ import annotations
 
 import copy
@@ -42,7 +42,7 @@ class MasterWeights:
         self._quiet: tuple[list[int], list[int]] = [], []
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
-        """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where that is given."""
+        """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where given."""
         master = master_of(parameter)
         if master is not None:
             master._amp_is_shared = MasterWeights.any_is_shared = True
@@ -110,7 +110,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
-        """Gives every rank of `group` the masters of its first one, exactly, and the model parameters that belong to them."""
+        """Gives every rank of `group` the masters of its first one, exactly, and the model parameters with them."""
         for master in self.masters:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
         self.push()
@@ -188,7 +188,8 @@ class FP32StateDict:
                 module._register_state_dict_hook(self.after_state_dict)
                 module.register_load_state_dict_pre_hook(self.before_load_state_dict)
 
-    def after_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    def after_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str,
+                         local_metadata: dict) -> None:
         """Gives FP32: the masters themselves where a parameter has one, else the low-precision value in float.
 
         With keep_vars=True the entries are the module's own tensors and stay so.

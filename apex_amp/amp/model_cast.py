@@ -1,4 +1,4 @@
-"""What a model does differently after `amp.initialize`: its forward has a cast state, and at O2, O3 and O5 another dtype."""
+"""What a model does differently after `amp.initialize`: a forward with a cast state; at O2, O3, O5 another dtype."""
 from __future__ import annotations
 
 import contextlib
@@ -134,7 +134,7 @@ def _namespace(base: type) -> dict[str, Any]:
 
 
 def _feed_scripted_modules_fp32(model: nn.Module) -> None:
-    """TorchScript runs no patched functions, so where those cast, a scripted module inside must get what its FP32 weights need."""
+    """TorchScript runs no patched functions, so where those cast, a scripted module must get what its weights need."""
     if model._amp_cast.cast_type is not None:
         for scripted in _scripted_modules(model):
             # Not through __setattr__, which would ask the compiler, nor a hook, which a scripted module can't have.
@@ -162,7 +162,7 @@ def _check_not_sharded(model: nn.Module, cast: ModelCast) -> None:
 
 @contextlib.contextmanager
 def _as_plain(model: nn.Module, base: type) -> Iterator[ModelCast]:
-    """Shows the class and attributes that the model's author wrote, whose own copying and pickling code then does its work."""
+    """Shows the class and attributes that the model's author wrote, whose copying and pickling then do their work."""
     cast, generated = model.__dict__.pop("_amp_cast"), type(model)
     object.__setattr__(model, "__class__", base)
     try:
@@ -206,7 +206,7 @@ def _warn_of_half_averages(setup: Any, cast: ModelCast) -> None:
 
 
 def _reduced(model: nn.Module, base: type, protocol: int) -> tuple:
-    """At O0, O1 and O4 the weights are untouched, and the pickle holds the plain model: it loads without this package."""
+    """At O0, O1 and O4 the weights are untouched; the pickle holds the plain model and loads without this package."""
     if model._amp_cast is None:
         return base.__reduce_ex__(model, protocol)
     model._amp_cast.sync()
@@ -233,7 +233,7 @@ def _restore(model: nn.Module, state: tuple[Any, ModelCast]) -> None:
 
 def cast_weights(model: nn.Module, dtype: torch.dtype, fp32_modules: set[nn.Module],
                  fp32_values: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Casts floating parameters and float32 buffers to `dtype`, in place; float64, integer and complex buffers are left.
+    """Casts floating parameters and float32 buffers to `dtype`, in place; other buffers are left.
 
     What belongs to `fp32_modules` stays as it is. `fp32_values` receives the FP32 value that each cast parameter had,
     uncopied.
@@ -343,7 +343,8 @@ def _cast_mapping(value: Mapping, dtype: torch.dtype) -> Mapping:
 
 
 def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
-    items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    names = [field.name for field in dataclasses.fields(value)]
+    items = {name: getattr(value, name) for name in names if hasattr(value, name)}
     changed = {name: new for name, item in items.items() if (new := cast_floating(item, dtype)) is not item}
     if not changed:
         return value
@@ -370,7 +371,7 @@ def _cast_by_its_own_to(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _FloatingOnly(TorchFunctionMode):
-    """Inside it Tensor.to leaves integer, bool and complex tensors alone: many batch classes hand a dtype on to all they hold."""
+    """Inside it Tensor.to leaves integer, bool and complex tensors alone: many batch classes hand a dtype to all."""
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.Tensor.to and not args[0].is_floating_point():

@@ -96,7 +96,7 @@ def _stashes(optimizers: list) -> list[Stash] | None:
         raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
                            "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
     if not optimizers:
-        raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward creates, got an empty list")
+        raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty list")
     for index, (optimizer, stash) in enumerate(zip(optimizers, stashes)):
         if stash is None:
             which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
