@@ -91,7 +91,9 @@ def extension():
         sources=sources + ["csrc/multi_tensor_cuda.cu"],
         include_dirs=cuda_include_dirs(cuda_home),
         define_macros=[("APEX_AMP_CUDA", None), ("APEX_AMP_CUDA_ARCHITECTURES", f'"{architectures}"')],
-        extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr"]},
+        # --threads: the architectures are compiled side by side.
+        extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17", "-fmad=false", "--expt-relaxed-constexpr",
+                                                 "--threads=4"]},
         **common)
     return cuda, f"building CPU and CUDA kernels ({architectures}, {cuda_home})"
 
