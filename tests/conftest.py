@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import torch.utils.data
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 1  # small tensors gain nothing from more and lose much on busy cores; tests of threads set their own
+
+# A shell's background job has SIGINT ignored, and so would the processes in which tests press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes that tests start find the package too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

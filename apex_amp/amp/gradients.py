@@ -197,10 +197,7 @@ class Gradients:
             self._unmaterialized = None
             set_grads(self.masters.model_params)
         if self.masters is not None:
-            masters = self.masters.masters
-            if MasterWeights.any_is_shared:
-                masters = [master for master in masters if not hasattr(master, "_amp_is_shared")]
-            set_grads(masters)
+            set_grads(self.masters.unshared())
 
     def clear_model(self, set_to_none: bool) -> None:
         """The model parameters' part of zero_grad: their masters' part is the optimizer's own."""
@@ -289,7 +286,7 @@ class Gradients:
 
     def _may_stay_low_precision(self, new: list[Tensor | None], earlier: list[Tensor | None]) -> bool:
         """Whether a step can read the pairs' new gradients where they are: the first of its kind, and all there is."""
-        if self._materialize or self.masters is None or MasterWeights.any_is_shared:
+        if self._materialize or self.masters is None or len(self.masters.unshared()) < len(self.masters.masters):
             return False
         grads = [grad for grad in new[self._own:] if grad is not None]
         return len(self._carriers) - self._own == len(self.masters.masters) and _kernels_take(grads) \

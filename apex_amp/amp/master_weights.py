@@ -27,7 +27,7 @@ class MasterWeights:
     takes the model's values whatever the counters say.
     """
 
-    # Whether some master belongs to two optimizers; such a one has `_amp_is_shared`.
+    # Whether some master in this process has ever belonged to two optimizers; such a one has `_amp_is_shared`.
     any_is_shared = False
 
     def __init__(self) -> None:
@@ -60,6 +60,12 @@ class MasterWeights:
         parameter._amp_master = master
         parameter.grad_dtype = None
         self._seen.append(vars(master).setdefault("_amp_seen", [master._version, parameter._version]))
+
+    def unshared(self) -> list[nn.Parameter]:
+        """The masters that no other optimizer has."""
+        if not MasterWeights.any_is_shared:
+            return self.masters
+        return [master for master in self.masters if not hasattr(master, "_amp_is_shared")]
 
     def detach(self) -> None:
         """Parts the pairs: the model parameters forget their masters and carry gradients of their own dtype again."""
