@@ -17,7 +17,7 @@ grad mode. Every written tensor's version moves. Errors are TypeError or ValueEr
 index, and nothing has been written when one is raised.
 
 Eager calls go straight to the compiled functions. Under torch.compile, and for tensors the compiled functions can't
-reach by pointer (see csrc/bindings.cpp), calls go to the ops registered here as torch.ops.apex_amp.*, which run the
+reach by pointer (see csrc/tensor_lists.h), calls go to the ops registered here as torch.ops.apex_amp.*, which run the
 same functions, or plain torch where this build has no kernels for the device.
 """
 from __future__ import annotations

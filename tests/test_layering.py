@@ -39,9 +39,13 @@ INCLUDES = {
     "multi_tensor_cuda.cu": {"multi_tensor.h"},
     "cast_function.h": set(),
     "cast_function.cpp": {"cast_function.h"},
-    "bindings.cpp": {"cast_function.h", "multi_tensor.h"},
+    "tensor_lists.h": {"multi_tensor.h"},
+    "bindings.h": set(),
+    "optimizer_bindings.cpp": {"bindings.h", "tensor_lists.h"},
+    "tensor_attributes.cpp": {"bindings.h", "tensor_lists.h"},
+    "bindings.cpp": {"bindings.h", "cast_function.h", "tensor_lists.h"},
 }
-TORCH_UNITS = {"bindings.cpp", "cast_function.cpp"}
+TORCH_UNITS = {"tensor_lists.h", "bindings.cpp", "optimizer_bindings.cpp", "tensor_attributes.cpp", "cast_function.cpp"}
 
 
 def module_names(package: Path) -> dict[str, Path]:
