@@ -147,7 +147,7 @@ class Gradients:
         for i in set(range(len(new))).difference(present) if len(present) < len(new) else ():
             self._holders[i].grad = earlier[i]
         if scaler.is_identity:
-            present = [i for i in present if earlier[i] is not None or new[i].dtype != self._holders[i].dtype]
+            present = [i for i in present if earlier[i] is not None or i >= self._own]
         holders = self._holders[:len(new)]
         if len(present) < len(new):
             holders, new, earlier = ([values[i] for i in present] for values in (holders, new, earlier))
