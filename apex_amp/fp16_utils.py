@@ -189,7 +189,7 @@ class DynamicLossScaler(LossScaler):
         grads = [param.grad.detach() for param in params if param.grad is not None]
         if not grads:
             return False
-        found_inf = torch.zeros(1, device=grads[0].device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=grads[0].device)
         multi_tensor_scale(grads, grads, found_inf, 1.0)
         return bool(found_inf.item())
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import sys
 import weakref
 from typing import Any, Iterator, Sequence
@@ -297,7 +298,7 @@ def _check_dtype(name: str, value: Any) -> None:
 
 
 def _make_scalers(loss_scale: float | str, num_losses: int, minimum: float | None, maximum: float) -> list[LossScaler]:
-    if not isinstance(num_losses, int) or num_losses < 1:
+    if not isinstance(num_losses, numbers.Integral) or num_losses < 1:
         raise ValueError(f"num_losses must be an integer of at least 1, got {num_losses!r}")
     maximum = 2.0 ** 24 if maximum is None else float(maximum)
     if maximum <= 0 or (minimum is not None and not 0 <= float(minimum) <= maximum):
