@@ -322,6 +322,30 @@ def test_zero_grad_clears_what_the_model_and_the_masters_show(level: str, set_to
         assert parameter.grad is None if set_to_none else not parameter.grad.any()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_inside_the_block_drops_what_was_there_before(level: str, set_to_none: bool) -> None:
+    def run(level: str | None) -> torch.Tensor:
+        model = Dot()
+        model, optimizer = initialize(level, model, torch.optim.SGD(model.parameters(), lr=0.125))
+        for x in integers(3):
+            backward(level, model(x), optimizer)
+            if level is None:
+                optimizer.zero_grad(set_to_none)
+                model(x + 1).backward()
+            else:
+                with amp.scale_loss(model(x + 1), optimizer) as scaled_loss:
+                    optimizer.zero_grad(set_to_none)
+                    scaled_loss.backward()
+            optimizer.step()
+        return values(model)
+
+    torch.manual_seed(0)
+    got = run(level)
+    torch.manual_seed(0)
+    assert torch.equal(got, run(None))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradient_hooks_see_the_gradient_once(level: str) -> None:
     calls = []
