@@ -19,13 +19,12 @@ std::vector<ListArgument> with_copies(std::vector<ListArgument> arguments, py::h
 // The arguments that all update rules take alike.
 struct StepArguments {
   StepArguments(Call& call, const TensorLists& lists, py::handle found_inf, py::handle inv_scale, py::handle lr)
-      : device(lists.size() ? lists.tensor(0, 0).device() : at::Device(at::kCPU)),
-        found_inf_(call.optional_scalar(found_inf, "found_inf", 0.0f)),
+      : device(lists.device()), found_inf_(call.optional_scalar(found_inf, "found_inf", 0.0f)),
         inv_scale_(call.optional_scalar(inv_scale, "inv_scale", 1.0f)), lr_(call.scalar(lr, "lr")) {
-    for (int64_t i = 0; i < lists.size(); ++i) {
-      if (lists.tensor(0, i).device() == device) continue;
-      call.fail<py::value_error>(text("grads[", i, "]"), text("device ", device, " like grads[0]"),
-                                 text(lists.tensor(0, i).device()));
+    for (const Group& group : lists.groups()) {
+      if (group.device == device) continue;
+      call.fail<py::value_error>(text("grads[", group.index[0], "]"), text("device ", device, " like grads[0]"),
+                                 text(group.device));
     }
   }
 
@@ -54,10 +53,9 @@ class StepCounts {
     }
     for (int64_t i = 0; i < updated.size(); ++i) {
       const at::Tensor& step = lists_->tensor(0, i);
-      const at::Device device = updated.tensor(0, i).device();
-      if (step.numel() == 1 && step.device() == device && lists_->all_of(i, at::kFloat)) continue;
+      if (step.numel() == 1 && step.device() == updated.device() && lists_->all_of(i, at::kFloat)) continue;
       call.fail<py::value_error>(text("steps[", i, "]"),
-                                 text("one element of float32 on ", device, " like grads[", i, "]"),
+                                 text("one element of float32 on ", updated.device(), " like grads[", i, "]"),
                                  text("shape ", step.sizes(), " on ", step.device(), ", ", lists_->dtype_names(i)));
     }
   }
