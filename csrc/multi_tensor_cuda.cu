@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kWarpSize = 32;
 constexpr int kBlockThreads = 256;
-constexpr int kThreadElements = 16;  // of each list that a thread holds in registers at a time
+constexpr int kThreadElements = 8;  // of each list that a thread holds in registers at a time
 constexpr int kTile = kBlockThreads * kThreadElements;
-constexpr int kElementwiseChunk = 4 * kTile;
+constexpr int kElementwiseChunk = 8 * kTile;
 constexpr int kVectorBytes = 16;  // the widest memory access of a thread
 
 // ---- dtypes ---------------------------------------------------------------------------------------------------

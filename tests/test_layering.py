@@ -45,7 +45,8 @@ INCLUDES = {
     "tensor_attributes.cpp": {"bindings.h", "tensor_lists.h"},
     "bindings.cpp": {"bindings.h", "cast_function.h", "tensor_lists.h"},
 }
-TORCH_UNITS = {"tensor_lists.h", "bindings.cpp", "optimizer_bindings.cpp", "tensor_attributes.cpp", "cast_function.cpp"}
+TORCH_UNITS = {"bindings.h", "tensor_lists.h", "bindings.cpp", "optimizer_bindings.cpp", "tensor_attributes.cpp",
+               "cast_function.cpp"}
 
 
 def module_names(package: Path) -> dict[str, Path]:
