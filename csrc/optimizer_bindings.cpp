@@ -250,9 +250,42 @@ bool multi_tensor_adagrad(py::handle grads, py::handle params, py::handle sums, 
   return true;
 }
 
+// Whether all lists hold torch.Tensors and Parameters only, no other subclass and no None, that are dense, of a dtype
+// that the update rules take, and on one device.
+bool are_plain(const py::args& lists) {
+  std::optional<at::Device> device;
+  for (const py::handle list : lists) {
+    for (const py::handle object : py::reinterpret_borrow<py::list>(list)) {
+      if (!THPVariable_CheckExact(object.ptr())) return false;
+      const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+      const std::optional<DType> dtype = dtype_tag(tensor.scalar_type());
+      if (!dtype || *dtype == DType::kDouble || tensor.layout() != at::kStrided) return false;
+      if (tensor.device() != device.value_or(tensor.device())) return false;
+      device = tensor.device();
+    }
+  }
+  return true;
+}
+
+// For each key the list of what the dicts in `states` have there, None where that is nothing.
+std::vector<py::list> state_lists(const py::list& states, const py::args& keys) {
+  std::vector<py::list> lists;
+  for (size_t k = 0; k < keys.size(); ++k) lists.emplace_back(states.size());
+  for (size_t i = 0; i < states.size(); ++i) {
+    for (size_t k = 0; k < keys.size(); ++k) {
+      PyObject* value = PyDict_GetItemWithError(PyList_GET_ITEM(states.ptr(), i), PyTuple_GET_ITEM(keys.ptr(), k));
+      if (!value && PyErr_Occurred()) throw py::error_already_set();
+      PyList_SET_ITEM(lists[k].ptr(), i, py::handle(value ? value : Py_None).inc_ref().ptr());
+    }
+  }
+  return lists;
+}
+
 }  // namespace
 
 void bind_optimizers(py::module_& m) {
+  m.def("are_plain", &are_plain);
+  m.def("state_lists", &state_lists);
   m.def("multi_tensor_adam", &multi_tensor_adam);
   m.def("multi_tensor_sgd", &multi_tensor_sgd);
   m.def("multi_tensor_lamb", &multi_tensor_lamb);

@@ -219,7 +219,8 @@ class AmpStep:
     """What the engine hands a fused optimizer for one step: see apex_amp/amp/amp_optimizer.py."""
 
     def __init__(self, masters: list[Tensor], model_params: list[Tensor], inv_scale: Tensor | None = None) -> None:
-        self.model_param_of = lambda master: dict(zip(map(id, masters), model_params)).get(id(master))
+        model_param_of = dict(zip(map(id, masters), model_params)).get
+        self.model_params_of = lambda some: [model_param_of(id(master)) for master in some]
         self.inv_scale = inv_scale
         self.written: list[Tensor] = []
 
