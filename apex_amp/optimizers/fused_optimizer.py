@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._C import are_plain, get_grads, state_lists
 
@@ -35,7 +36,9 @@ class Batch:
 
     def state(self, *keys: str) -> list[list[Tensor]]:
         """The list of each kind of state, with None for a parameter that has none of it."""
-        return [_local(tensors) for tensors in state_lists(self.states, *keys)]
+        lists = [[state.get(key) for state in self.states] for key in keys] if is_compiling() \
+            else state_lists(self.states, *keys)
+        return [_local(tensors) for tensors in lists]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -130,14 +133,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = group["params"]
         model_params = [None] * len(params) if amp_step is None else amp_step.model_params_of(params)
         if model_inv_scale is None:
-            model_inv_scale, grads = inv_scale, get_grads(params)
+            model_inv_scale, grads = inv_scale, _grads(params)
         else:
-            grads = get_grads([param if model_param is None else model_param
-                               for param, model_param in zip(params, model_params)])
-        if params and are_plain(params, grads, *(() if amp_step is None else (model_params,))):
-            if amp_step is None:
+            grads = _grads([param if model_param is None else model_param
+                            for param, model_param in zip(params, model_params)])
+        if params and not is_compiling():
+            if amp_step is None and are_plain(params, grads):
                 return [Batch(group, inv_scale, params, params, grads, None)]
-            return [Batch(group, model_inv_scale, params, params, grads, model_params)]
+            if amp_step is not None and are_plain(params, grads, model_params):
+                return [Batch(group, model_inv_scale, params, params, grads, model_params)]
         kinds: dict[tuple[torch.device, bool], list[int]] = {}
         for index, (param, grad, model_param) in enumerate(zip(params, grads, model_params)):
             if grad is not None:
@@ -211,6 +215,10 @@ def new_step(param: Tensor) -> Tensor:
 
 def _pick(values: list[Any], positions: list[int]) -> list[Any]:
     return [values[position] for position in positions]
+
+
+def _grads(tensors: list[Tensor]) -> list[Tensor | None]:
+    return [tensor.grad for tensor in tensors] if is_compiling() else get_grads(tensors)
 
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:
