@@ -60,6 +60,25 @@ class FusedNovoGrad(FusedOptimizer):
                         grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero)
         super().__init__(params, defaults, set_grad_none, materialize_master_grads)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "exp_avg_sq" in group:
+                self._adopt_norms(group, group.pop("exp_avg_sq"))
+
+    def _adopt_norms(self, group: dict[str, Any], norms: list[Tensor]) -> None:
+        """Takes over averaged norms as Apex kept them: [those of half parameters, those of float32 ones]."""
+        for norms_of_kind, is_float in zip(norms, (False, True)):
+            params = [param for param in group["params"]
+                      if param in self.state and (param.dtype == torch.float32) == is_float]
+            if len(params) != norms_of_kind.numel():
+                kind = "float32" if is_float else "half"
+                raise ValueError(f"FusedNovoGrad.load_state_dict: the checkpoint has {norms_of_kind.numel()} averaged "
+                                 f"norms (exp_avg_sq) of {kind} parameters in a group, expected {len(params)}: give "
+                                 "the parameters the dtypes that they had when it was made")
+            for param, norm in zip(params, norms_of_kind):
+                self.state[param]["exp_avg_sq"] = norm.detach().clone().to(param.device, torch.float32)
+
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {"step": new_step(param), "exp_avg": zeros_like(param), "exp_avg_sq": new_step(param)}
 

@@ -195,13 +195,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, of torch's optimizer of the same rule, or of Apex's."""
         super().load_state_dict(state_dict)
-        # torch rounds state to the parameter's dtype; that of half parameters is FP32 here.
+        # torch gives state the parameter's dtype; that of half parameters is FP32 here.
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for index, param in zip(saved, params):
             for key, value in state_dict["state"].get(index, {}).items():
-                if param.dtype in _HALF_TYPES and isinstance(value, Tensor) and value.dtype == torch.float32:
-                    self.state[param][key] = value.detach().clone().to(param.device)
+                if param.dtype in _HALF_TYPES and isinstance(value, Tensor) and value.is_floating_point():
+                    self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
 
 
 def zeros_like(param: Tensor) -> Tensor:
