@@ -202,12 +202,13 @@ def test_zero_grad(make: type, given: dict) -> None:
     for set_grad_none in (True, False):
         params = make_params()
         optimizer = make(params, **given, set_grad_none=set_grad_none)
-        for argument in ((), (False,), (True,)):
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.zero_grad(*argument)
-            gone = argument[0] if argument else set_grad_none
-            assert all(param.grad is None if gone else (param.grad == 0).all() for param in params)
+        for given_here, gone in (((), set_grad_none), ((False,), False), ((True,), True)):
+            for call in (lambda: optimizer.zero_grad(*given_here),
+                         lambda: optimizer.zero_grad(**dict(zip(("set_to_none",), given_here)))):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                call()
+                assert all(param.grad is None if gone else (param.grad == 0).all() for param in params)
 
 
 @pytest.mark.parametrize("make,given", ALL, ids=IDS)

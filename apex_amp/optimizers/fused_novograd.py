@@ -19,20 +19,14 @@ class FusedNovoGrad(FusedOptimizer):
     and betas=(0.95, 0.98): the average over layers' gradients is kept as a norm, not as its square; with bias
     correction the norm is divided by sqrt(1 - beta2**step), although the first norm already is the whole average.
 
-    Args:
-        params: an iterable of parameters, or of dicts that define groups.
-        lr: learning rate, a float or a float32 tensor of one element.
+    Args, beside those of every FusedOptimizer:
         bias_correction: divide the first moment by 1 - beta1**step and the norm as above.
         betas: decay rates of the moment and of the norm, in [0, 1).
         eps: added to the norm.
-        weight_decay: its coefficient.
-        amsgrad: must be False.
         reg_inside_moment: normalize and decay the gradient before it enters the moment; False: the step after it.
         grad_averaging: the gradient enters the moment times 1 - beta1; False: as it is.
         norm_type: 2: the norm of a layer's gradient; 0: its largest magnitude.
         init_zero: start the averaged norm from 0, not from the first norm.
-        set_grad_none: what `zero_grad()` without an argument does.
-        materialize_master_grads: see FusedOptimizer.
 
     State of a parameter: step, exp_avg, and exp_avg_sq, the averaged norm (not squared, in spite of Apex's name).
 

@@ -50,10 +50,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     Under torch.amp.GradScaler, and after amp.initialize, `found_inf` (and GradScaler's `grad_scale`) are read on the
     device: a step that turns out to be an overflow changes nothing, and the host never waits to know.
 
-    Args:
+    Args, of all fused optimizers:
         params: an iterable of parameters, or of dicts that define groups.
-        defaults: the options of groups.
-        set_grad_none: what `zero_grad()` without an argument does.
+        lr: learning rate, a float or a float32 tensor of one element.
+        weight_decay: its coefficient.
+        amsgrad: where it is taken, it must be False.
+        set_grad_none: what `zero_grad()` without an argument does; the gradients of model parameters that have FP32
+            masters become None then in any case.
         materialize_master_grads: False: after amp.initialize at O2 or O5, leaving scale_loss only checks the model's
             half gradients, and the step reads them as they are, with one backward for each step. The masters then
             have a `.grad` only after `amp.master_params(optimizer)`, which unscales them.
