@@ -81,7 +81,8 @@ def multi_tensor_l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> 
     threads, and float inputs up to 1e30 don't overflow. The norm of no tensors is 0, on the CPU.
     """
     if len(tensors) == 0:
-        return (torch.zeros(()), torch.zeros(0)) if per_tensor else torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
+        return (total, total.new_zeros(0)) if per_tensor else total
     result = None if is_compiling() else _C.multi_tensor_l2norm(tensors, per_tensor)
     if result is None:
         result = (_ops.multi_tensor_l2norm_per_tensor if per_tensor else _ops.multi_tensor_l2norm)(tensors)

@@ -18,7 +18,7 @@ FLOORS = [
     ["multi_tensor_updates"],
     ["amp.patching", "amp.master_weights", "amp.scaler", "multi_tensor_apply", "normalization"],
     ["amp.model_cast", "amp.gradients", "amp.cast_report", "optimizers"],
-    ["amp.overflow", "amp.distributed"],
+    ["amp.overflow", "amp.distributed", "amp.arguments"],
     ["amp.amp_optimizer"],
     ["amp.scale_context"],
     ["amp.frontend", "amp.autocast", "amp.grad_scaler"],

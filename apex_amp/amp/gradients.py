@@ -147,7 +147,7 @@ class Gradients:
         for i in set(range(len(new))).difference(present) if len(present) < len(new) else ():
             self._holders[i].grad = earlier[i]
         if scaler.is_identity:
-            present = [i for i in present if earlier[i] is not None or new[i].dtype != self._holders[i].dtype]
+            present = [i for i in present if earlier[i] is not None or i >= self._own]
         holders = self._holders[:len(new)]
         if len(present) < len(new):
             holders, new, earlier = ([values[i] for i in present] for values in (holders, new, earlier))
@@ -295,7 +295,7 @@ class Gradients:
     def _only_check(self, new: list[Tensor | None], scaler: LossScaler, found_inf: Tensor) -> list[Flags]:
         holders = [holder for holder, grad in zip(self._holders[self._own:], new) if grad is not None]
         grads = [grad for grad in new if grad is not None]
-        per_tensor = torch.zeros(len(grads), device=found_inf.device)
+        per_tensor = found_inf.new_zeros(len(grads))
         if not scaler.is_identity:
             multi_tensor_check(grads, found_inf, per_tensor)
         self._unmaterialized = ScaledBy(scaler), grads, versions(grads)
@@ -377,7 +377,7 @@ def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Seq
 
 def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> Flags:
     results = empty_unless_same_dtype(grads, holders)
-    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    per_tensor = found_inf.new_zeros(len(grads))
     multi_tensor_scale(_local(grads), _local(results), found_inf, factor, per_tensor)
     set_grads(holders, results)
     return holders, per_tensor
@@ -385,7 +385,7 @@ def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, f
 
 def _add(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor], factor: Tensor,
          found_inf: Tensor) -> Flags:
-    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    per_tensor = found_inf.new_zeros(len(grads))
     sums = _local(earlier)
     multi_tensor_axpby(_local(grads), sums, sums, found_inf, factor, 1.0, "x", per_tensor)
     set_grads(holders, earlier)
