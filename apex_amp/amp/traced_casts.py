@@ -133,9 +133,10 @@ def make_twin(function: Any) -> Callable[..., Any]:
                 target = torch.float32
             if out is not None:
                 target = out.dtype if out.dtype in _CAST_TYPES else None
-        elif policy == "promote":
+        elif policy in ("promote", "promote_by_kernel"):
             low = [dtype for dtype in dtypes if dtype in _HALF_TYPES]
-            if len(dtypes) == 1 and not (low and _exceeds(values, dtypes)):
+            differ = len(dtypes) > 1 and (policy == "promote" or any(tensor.dim() == 0 for tensor in tensors))
+            if not differ and not (low and _exceeds(values, dtypes)):
                 target = None
         elif policy in ("match_self", "fill_in_place"):
             kept = 1
