@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -143,3 +145,24 @@ def test_registered_functions_of_a_script() -> None:
     finally:
         amp.shutdown()
         del patching._registered[torch, "sigmoid"]
+
+
+def test_initialize_and_shutdown_take_milliseconds_and_do_not_load_dynamo() -> None:
+    code = """
+import sys, time, torch
+from apex_amp import amp
+best = [1.0, 1.0]
+for _ in range(4):
+    model = torch.nn.Linear(4, 4)
+    times = [time.process_time()]
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    times.append(time.process_time())
+    amp.shutdown()
+    times.append(time.process_time())
+    best = [min(best[0], times[1] - times[0]), min(best[1], times[2] - times[1])]
+assert 'torch._dynamo' not in sys.modules
+print(*best)
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    initialize, shutdown = map(float, result.stdout.split())
+    assert initialize < 0.05 and shutdown < 0.05

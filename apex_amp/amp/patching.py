@@ -220,6 +220,8 @@ def _rebind_early_bound(patches: _Patches) -> None:
             functions.setdefault(id(value.__wrapped__), value)
 
     def rebind(owner: Any) -> None:
+        if functions.keys().isdisjoint(map(id, vars(owner).values())):
+            return
         for name, value in list(vars(owner).items()):
             if id(value) in functions:
                 with contextlib.suppress(AttributeError, TypeError):  # read-only classes and modules
@@ -227,9 +229,9 @@ def _rebind_early_bound(patches: _Patches) -> None:
 
     for module in user_modules():
         rebind(module)
-        for value in list(vars(module).values()):
-            if issubclass(type(value), type) and vars(value).get("__module__") == vars(module)["__name__"]:
-                rebind(value)
+        for kind in _C.instances_in(list(vars(module).values()), type):
+            if vars(kind).get("__module__") == vars(module)["__name__"]:
+                rebind(kind)
     for module in _C.instances_in(gc.get_objects(), torch.nn.Module):
         rebind(module)
 
