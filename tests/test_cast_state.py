@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_amp import amp
-from apex_amp.amp import cast_state
+from apex_amp.amp import cast_state, patching
 from apex_amp.amp.cast_report import cast_report
 from cast_fixtures import casts
 
@@ -112,6 +113,61 @@ def test_the_backward_of_a_custom_function_casts_as_its_forward_did() -> None:
         on.sum().backward()
     off.sum().backward()
     assert _Product.seen == [HALF, FLOAT]
+
+
+class _TorchDecorated(torch.autograd.Function):
+    """Decorated by torch before any cast came."""
+    seen: list[torch.dtype] = []
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        _TorchDecorated.seen += [x.dtype, dtype_here()]
+        return x * 1
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _TorchDecorated.seen.append(dtype_here())
+        return gradient
+
+
+class _TorchDecoratedInPlace(torch.autograd.Function):
+    """As torch's documentation does it without `cast_inputs`: forward and backward in the surrounding state."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _TorchDecorated.seen.append(dtype_here())
+        return gradient
+
+
+def test_functions_decorated_by_torch_see_these_casts() -> None:
+    x = torch.ones(2, dtype=HALF, requires_grad=True)
+
+    def seen(function: Any) -> list[torch.dtype]:
+        _TorchDecorated.seen = []
+        function.apply(x).sum().backward()
+        return _TorchDecorated.seen
+
+    assert seen(_TorchDecorated) == [FLOAT, FLOAT, FLOAT]
+    assert seen(_TorchDecoratedInPlace) == [HALF]
+    with cast_state.disable_casts():
+        assert seen(_TorchDecorated) == [HALF, FLOAT, FLOAT]
+    assert torch.amp.custom_fwd is amp.custom_fwd  # for those that are decorated from now on
+    begun_here = _TorchDecorated.apply(x)
+    patching.uninstall()
+    begun_outside = _TorchDecorated.apply(x)
+    begun_here.sum().backward()
+    assert torch.amp.custom_fwd is not amp.custom_fwd
+    assert seen(_TorchDecorated) == [HALF, FLOAT, FLOAT]
+    patching.install()
+    begun_outside.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

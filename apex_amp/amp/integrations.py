@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.autograd.function import BackwardCFunction
 
 from apex_amp import _C
 
+from . import custom_function
+
 Replace = Callable[[Any, str, Any], None]
 
 
@@ -22,6 +24,7 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _script_without_patches(replace, lifted)
     _recompute_in_forward_state(replace)
     _backward_in_forward_state(replace)
+    _custom_functions_see_casts(replace)
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
@@ -91,6 +94,24 @@ def _backward_in_forward_state(replace: Replace) -> None:
 
     replace(BackwardCFunction, "__init__", __init__)
     replace(BackwardCFunction, "apply", apply)
+
+
+def _custom_functions_see_casts(replace: Replace) -> None:
+    """torch.amp.custom_fwd and custom_bwd know torch.autocast's regions only, also where they have been applied."""
+    for name in ("custom_fwd", "custom_bwd"):
+        for owner in (torch.amp, torch.amp.autocast_mode):
+            replace(owner, name, getattr(custom_function, name))
+    for function in _subclasses(torch.autograd.Function):
+        for name in ("forward", "backward"):
+            decorated = custom_function.decorated_here(getattr(vars(function).get(name), "__func__", None))
+            if decorated is not None:
+                replace(function, name, staticmethod(decorated))
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for subclass in type.__subclasses__(kind):
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _no_casts_in_data_workers(replace: Replace) -> None:

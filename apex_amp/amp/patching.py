@@ -147,8 +147,8 @@ def install() -> None:
             _patch_names(patches)
             for (owner, name), (policy, cast_type) in _registered.items():
                 _patch_registered(patches, owner, name, policy, cast_type)
-            _rebind_early_bound(patches)
             integrations.patch(patches.replace, lifted)
+            _rebind_early_bound(patches)
         except BaseException:
             patches.restore()
             raise
@@ -214,10 +214,12 @@ def _patch_names(patches: _Patches) -> None:
 
 def _rebind_early_bound(patches: _Patches) -> None:
     """Names that modules outside torch bound before: globals, class attributes, nn.Module attributes."""
-    functions: dict[int, Any] = {}  # by the original's address; the CastFunction keeps that alive
-    for owner, _, _, value in patches.replaced:
+    functions: dict[int, Any] = {}  # by the original's address; what stands for it keeps it alive
+    for owner, _, before, value in patches.replaced:
         if isinstance(value, _CAST_TYPES) and owner is not torch._VF:
             functions.setdefault(id(value.__wrapped__), value)
+        elif isinstance(before, types.FunctionType) and isinstance(owner, types.ModuleType):
+            functions.setdefault(id(before), value)
 
     def rebind(owner: Any) -> None:
         if functions.keys().isdisjoint(map(id, vars(owner).values())):
