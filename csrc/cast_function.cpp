@@ -57,7 +57,10 @@ struct Scoped {
   uint32_t other_devices = 0;  // those among them whose casts go to the other low-precision type
 };
 
+struct CastScope;
+
 struct ThreadState : Scoped {  // of the innermost CastScope
+  CastScope* innermost = nullptr;  // of those entered and not left; owned
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
@@ -264,10 +267,11 @@ void drop_casts_of(const at::Tensor& tensor) {
   });
 }
 
-// Whether somebody else may write the tensor's memory without moving its version counter.
+// Whether somebody else may write the tensor's memory without moving its version counter. Memory that torch did not
+// allocate itself, as numpy's or another process's, cannot be resized.
 inline bool shares_storage(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
-  return storage.use_count() > 1 || storage.nbytes() > tensor.nbytes();
+  return storage.use_count() > 1 || storage.nbytes() > tensor.nbytes() || !storage.resizable();
 }
 
 bool is_plain(const c10::TensorImpl* impl) {
@@ -911,6 +915,7 @@ struct CastScope {
   PyObject_HEAD
   Scoped inner;
   Scoped outer;
+  CastScope* around;  // the one entered before it
   bool forward;
   bool entered;
   uint8_t traced;   // 1 + the c10::DeviceType, for a torch.autocast region of code being traced; else 0
@@ -969,6 +974,8 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   if (self->forward) enter_forward();
   Scoped& current = thread_state;
   self->outer = current;
+  self->around = std::exchange(thread_state.innermost, self);
+  Py_INCREF(self);
   if (self->traced) {
     if (thread_state.all_traced_autocasts++ == 0) thread_state.entry = current;
     ++thread_state.traced_autocasts[self->traced - 1];
@@ -979,16 +986,37 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Takes a scope off the thread's list. Interleaved generators leave theirs out of order: then those inside
+// stay in force, and what this one would put back is put back by the next inside. False: not of this thread.
+bool unlink(CastScope* self) {
+  auto& state = thread_state;
+  if (state.innermost == self) {
+    state.innermost = self->around;
+    static_cast<Scoped&>(state) = self->outer;
+    return true;
+  }
+  CastScope* inside = state.innermost;
+  while (inside != nullptr && inside->around != self) inside = inside->around;
+  if (inside == nullptr) return false;
+  inside->around = self->around;
+  inside->outer = self->outer;
+  return true;
+}
+
 PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   auto* self = reinterpret_cast<CastScope*>(object);
+  if (!self->entered || !unlink(self)) {
+    PyErr_SetString(PyExc_RuntimeError, "this cast scope was not entered in the thread that leaves it");
+    return nullptr;
+  }
   self->entered = false;
   if (self->paused) resume_autocast(self->paused);
-  static_cast<Scoped&>(thread_state) = self->outer;
   if (self->traced) {
     --thread_state.all_traced_autocasts;
     --thread_state.traced_autocasts[self->traced - 1];
   }
   if (self->forward) leave_forward();
+  Py_DECREF(self);
   Py_RETURN_NONE;
 }
 

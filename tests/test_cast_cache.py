@@ -1,6 +1,7 @@
 """The weight cache: one cast per iteration, never a stale one, and nothing kept alive."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -8,7 +9,9 @@ import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +113,9 @@ def writes() -> dict[str, Callable[[nn.Parameter], object]]:
         "flat buffer": flat_buffer,
         "storage": through_storage,
         "optimizer": lambda p: (setattr(p, "grad", torch.ones(4, 4)), torch.optim.SGD([p], lr=1.0).step()),
+        "fused optimizer": lambda p: (setattr(p, "grad", torch.ones(4, 4)),
+                                      torch.optim.SGD([p], lr=1.0, fused=True).step()),
+        "swap_tensors": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.full((4, 4), 7.0))),
         "load_state_dict": lambda p: nn.ParameterList([p]).load_state_dict({"0": torch.full((4, 4), 7.0)}),
         "set_": in_no_grad(lambda p: p.set_(torch.full((4, 4), 7.0))),
     }
@@ -147,6 +153,17 @@ def test_a_holder_of_the_storage_bounds_entries_to_one_forward(weight: nn.Parame
     with forward():
         assert made(lambda: F.linear(X, weight)) == 1
     assert view is not None
+
+
+@pytest.mark.parametrize("scoped", [False, True])
+@pytest.mark.parametrize("owner", [numpy.zeros((4, 4), dtype=numpy.float32), bytearray(64)], ids=["numpy", "buffer"])
+def test_memory_that_torch_does_not_own_is_cast_anew(owner: Any, scoped: bool) -> None:
+    view = numpy.frombuffer(owner, dtype=numpy.float32).reshape(4, 4)
+    weight = nn.Parameter(torch.frombuffer(owner, dtype=torch.float32).reshape(4, 4))
+    for value in (1.0, 2.0):
+        view[:] = value
+        with forward() if scoped else contextlib.nullcontext():
+            assert F.linear(X, weight).eq(value).all()
 
 
 def test_without_grad_entries_live_in_one_outermost_forward(weight: nn.Parameter) -> None:

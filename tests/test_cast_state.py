@@ -71,6 +71,61 @@ def test_a_scope_object_serves_one_with_statement_at_a_time() -> None:
     assert dtype_here() == HALF
 
 
+def test_interleaved_generators_leave_the_state_as_it_was() -> None:
+    def types(cast_type: torch.dtype | None) -> Iterator[torch.dtype]:
+        with cast_state.cast_scope(cast_type):
+            yield dtype_here()
+            yield dtype_here()
+
+    first, second, third = types(torch.bfloat16), types(None), types(torch.bfloat16)
+    assert [next(first), next(second), next(third)] == [torch.bfloat16, FLOAT, torch.bfloat16]
+    second.close()
+    assert dtype_here() == torch.bfloat16
+    first.close()
+    assert dtype_here() == torch.bfloat16  # the third's
+    third.close()
+    assert dtype_here() == HALF
+
+
+def test_a_scope_is_left_in_the_thread_that_entered_it() -> None:
+    scope = cast_state.disable_casts()
+    scope.__enter__()
+    refused: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            scope.__exit__(None, None, None)
+        except RuntimeError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and dtype_here() == FLOAT
+    scope.__exit__(None, None, None)
+    assert dtype_here() == HALF
+    with pytest.raises(RuntimeError, match="not entered"):
+        scope.__exit__(None, None, None)
+
+
+def test_a_decorated_generator_is_in_its_scope_only_while_it_runs() -> None:
+    @cast_state.disable_casts()
+    def types() -> Iterator[torch.dtype]:
+        yield dtype_here()
+        yield dtype_here()
+
+    generator = types()
+    assert [next(generator), dtype_here(), next(generator), dtype_here()] == [FLOAT, HALF, FLOAT, HALF]
+
+
+def test_tensors_saved_through_hooks_keep_their_types() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(2, 2, dtype=HALF, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():  # .cpu() is an fp32 function
+        loss = layer(x).float().sum()
+    loss.backward()
+    assert x.grad is not None and layer.weight.grad is not None
+
+
 def test_the_default_holds_in_every_thread_and_scopes_in_their_own() -> None:
     inside, leave, seen = threading.Event(), threading.Event(), []
 

@@ -28,6 +28,8 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
+    _forget_casts_before_swap(replace)
+    _saved_tensors_keep_their_types(replace)
     _pause_in_torch_autocast(replace)
     _parallel_workers_in_caller_state(replace)
 
@@ -150,6 +152,35 @@ def _notice_data_access(replace: Replace) -> None:
     replace(torch.Tensor, "data", property(get, original.__set__, original.__delete__, original.__doc__))
 
 
+def _forget_casts_before_swap(replace: Replace) -> None:
+    """Tensors that change places, as in module.to() of a subclass, must have no weak reference to them."""
+    original = torch.utils.swap_tensors
+
+    @functools.wraps(original)
+    def swap_tensors(*args: Any) -> None:
+        _C.clear_weight_cache()
+        original(*args)
+
+    replace(torch.utils, "swap_tensors", swap_tensors)
+
+
+def _saved_tensors_keep_their_types(replace: Replace) -> None:
+    """What hooks pack and unpack for the backward, as `save_on_cpu` does with .cpu(), is no step of the model."""
+    original = torch.autograd.graph.saved_tensors_hooks.__init__
+
+    def without_casts(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(value: Any) -> Any:
+            with _C.cast_scope(None):
+                return hook(value)
+        return run
+
+    @functools.wraps(original)
+    def __init__(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
+        original(self, without_casts(pack_hook), without_casts(unpack_hook))
+
+    replace(torch.autograd.graph.saved_tensors_hooks, "__init__", __init__)
+
+
 def _pause_in_torch_autocast(replace: Replace) -> None:
     """Of nested regions the innermost decides: inside torch's own, casts on its device type are torch's."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
@@ -182,6 +213,12 @@ def _parallel_workers_in_caller_state(replace: Replace) -> None:
 
     for owner in (torch.nn.parallel, sys.modules[original.__module__], sys.modules[torch.nn.DataParallel.__module__]):
         replace(owner, "parallel_apply", parallel_apply)
+
+
+def after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A step hook of all optimizers: torch's fused ones write parameters without moving their versions."""
+    if not torch.compiler.is_compiling():
+        _C.clear_weight_cache()
 
 
 def free_deleted_models(phase: str, info: dict[str, int]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex_amp import _C
 
@@ -32,6 +33,7 @@ class _Patches:
 
     def __init__(self) -> None:
         self.replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there now
+        self.step_hook: Any = None  # the handle
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         before = vars(owner).get(name, _MISSING)
@@ -154,6 +156,7 @@ def install() -> None:
             raise
         _C.set_saturate_hook(_warn_saturated)
         gc.callbacks.append(integrations.free_deleted_models)
+        patches.step_hook = register_optimizer_step_post_hook(integrations.after_optimizer_step)
         traced_casts.install()
         _patches = patches
 
@@ -165,6 +168,7 @@ def uninstall() -> None:
         if _patches is None:
             return
         _patches.restore()
+        _patches.step_hook.remove()
         _patches = None
         gc.callbacks.remove(integrations.free_deleted_models)
         traced_casts.uninstall()
