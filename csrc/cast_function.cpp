@@ -468,7 +468,7 @@ struct Arguments {
     for (Py_ssize_t i = positional; i < count; ++i) {
       PyObject* name = PyTuple_GET_ITEM(kwnames, i - positional);
       if (name == names.out || PyUnicode_Compare(name, names.out) == 0) out = i;
-      if (name == names.dtype || PyUnicode_Compare(name, names.dtype) == 0) has_dtype = true;
+      if (name == names.dtype || PyUnicode_Compare(name, names.dtype) == 0) has_dtype = args[i] != Py_None;
     }
   }
 
@@ -611,12 +611,12 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
       }
       break;
     case kFp32ByDtype:
-      if (arguments.has_dtype) return call_original(self, args, nargsf, kwnames);
       if (kinds & kLowKinds && arguments.count == arguments.positional && arguments.count <= 2) {
         return call_with_float_dtype(self, args, arguments.count);
       }
-      break;
+      [[fallthrough]];
     case kFp32:
+      if (arguments.has_dtype) return call_original(self, args, nargsf, kwnames);  // the caller decides
       break;
     case kPromote:
     case kPromoteByKernel: {

@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,8 @@ FP32_CALLS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda h: torch.cdist(h, h), lambda h: F.interpolate(h[None], 4),
     lambda h: F.grid_sample(h[None, None], h.new_zeros(1, 2, 2, 2), align_corners=False),
     lambda h: torch.linalg.inv(h[:, :4]), lambda h: torch.linalg.svdvals(h), lambda h: torch.matrix_exp(h[:, :4]),
-    lambda h: h.cpu(),
+    lambda h: torch.quantile(h, 0.5), lambda h: torch.special.ndtri(h.abs().clamp(max=0.5)),
+    lambda h: torch.special.zeta(h.abs().clamp(min=2), h.abs()), lambda h: torch.polar(h, h).abs(), lambda h: h.cpu(),
 ]
 PROMOTE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, f: h + f, lambda h, f: f - h, lambda h, f: h * f, lambda h, f: h / f, lambda h, f: torch.add(h, f),
@@ -158,6 +160,11 @@ PROMOTE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, f: h.scatter(0, torch.zeros(1, 8, dtype=torch.long), f[:1]), lambda h, f: h.clamp(min=f),
     lambda h, f: torch.block_diag(h, f), lambda h, f: torch.logaddexp(h, f), lambda h, f: torch.outer(h[0], f[0]),
 ]
+def set_item(x: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+    x[index] = value
+    return x
+
+
 IN_PLACE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: x.add_(y), lambda x, y: x.sub_(y), lambda x, y: x.mul_(y), lambda x, y: x.div_(y),
     lambda x, y: x.copy_(y), lambda x, y: x.__iadd__(y), lambda x, y: x.__imul__(y), lambda x, y: x.lerp_(y, 0.5),
@@ -165,6 +172,8 @@ IN_PLACE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: x.addcmul_(y, y), lambda x, y: x.addmm_(y[:, :4], y[:4]), lambda x, y: x.masked_scatter_(y > 0, y),
     lambda x, y: x.index_put_((torch.tensor([0]),), y[0]), lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
     lambda x, y: x.scatter_add_(0, torch.zeros(1, 8, dtype=torch.long), y[:1]), lambda x, y: x.clamp_(min=y),
+    lambda x, y: x.put_(torch.tensor([0, 1]), y[0, :2]), lambda x, y: set_item(x, torch.tensor([0, 1]), y[:2]),
+    lambda x, y: set_item(x, x > 0, y[0, 0]), lambda x, y: set_item(x, slice(0, 2), y[:2]),
     lambda x, y: x.index_copy_(0, torch.tensor([0]), y[:1]), lambda x, y: x.fmod_(y), lambda x, y: x.copysign_(y),
 ]
 
@@ -323,6 +332,14 @@ def test_spectral_functions_run_in_float() -> None:
     assert torch.equal(spectrum, half.stft(8, window=window, return_complex=True))
     assert torch.istft(spectrum, 8, window=window.half()).dtype == FLOAT
     assert callable(torch.fft.fft) and not callable(torch.fft)  # the module keeps its place
+
+
+@pytest.mark.parametrize("call", [
+    lambda h: torch.linalg.vector_norm(h, dtype=HALF), lambda h: torch.sum(h, 0, dtype=HALF),
+    lambda h: torch.norm(h, dtype=HALF), lambda h: F.softmax(h, -1, dtype=HALF)])
+def test_an_explicit_dtype_decides(call: Callable[..., torch.Tensor]) -> None:
+    half, _ = tensors()
+    assert call(half).dtype == HALF
 
 
 def test_sparse_products_run_in_float() -> None:

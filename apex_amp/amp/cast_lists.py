@@ -35,7 +35,8 @@ FP32 = [
     "softmax", "softmin", "log_softmax", "softplus",
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "local_response_norm", "normalize",
     "cosine_similarity", "pairwise_distance",
-    "grid_sample", "grid_sampler", "interpolate", "upsample", "upsample_nearest", "upsample_bilinear",
+    "grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+    "interpolate", "upsample", "upsample_nearest", "upsample_bilinear",
     "poisson_nll_loss", "cosine_embedding_loss", "cross_entropy", "nll_loss", "gaussian_nll_loss",
     "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
     "multilabel_margin_loss", "multilabel_soft_margin_loss", "soft_margin_loss", "multi_margin_loss",
@@ -49,6 +50,14 @@ FP32 = [
     "ldl_solve", "lobpcg", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "lu_unpack", "matrix_exp",
     "matrix_power", "matrix_rank", "orgqr", "ormqr", "geqrf", "pca_lowrank", "pinv", "pinverse", "qr", "solve",
     "solve_ex", "solve_triangular", "svd", "svd_lowrank", "svdvals", "tensorinv", "tensorsolve", "triangular_solve",
+    "vander", "quantile", "nanquantile", "histogram", "histogramdd", "complex", "polar",
+    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0", "modified_bessel_i1",
+    "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+    "spherical_bessel_j0", "erfcx", "log_ndtr", "ndtri", "zeta",
+    "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
+    "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+    "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
+    "legendre_polynomial_p",
 ]
 
 # Of FP32, those that convert by their own `dtype` argument, without a copy of the input.
@@ -76,7 +85,7 @@ PROMOTE = [
     "copysign", "nextafter", "logaddexp", "logaddexp2", "xlogy", "heaviside",
     "index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_reduce",
     "masked_fill", "index_fill", "full_like", "pad", "threshold", "clamp_min", "clamp_max",
-    "masked_scatter", "select_scatter", "slice_scatter", "diagonal_scatter", "searchsorted", "bucketize",
+    "masked_scatter", "select_scatter", "slice_scatter", "diagonal_scatter", "put", "searchsorted", "bucketize",
 ]
 
 SEQUENCE_PROMOTE = [
@@ -93,6 +102,7 @@ BANNED = {
 }
 
 # In-place operators: as the in-place forms of the functions above.
+MATCH_SELF = ["__setitem__"]
 FP32_IN_PLACE = ["__ipow__"]
 
 # These write a number itself; one that a half `self` cannot hold is replaced by the type's limit.

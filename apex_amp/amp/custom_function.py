@@ -71,7 +71,7 @@ _DECORATORS = {_torch_custom_fwd(len, device_type="cpu").__code__: custom_fwd,
 
 
 def decorated_here(function: Any) -> Callable[..., Any] | None:
-    """What `function` would be if `custom_fwd` or `custom_bwd` of this module had stood where torch's did; else None."""
+    """What `function`, if torch.amp.custom_fwd or custom_bwd decorated it, is under this module's; else None."""
     code = getattr(function, "__code__", None)
     if code not in _DECORATORS:
         return None

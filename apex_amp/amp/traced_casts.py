@@ -117,7 +117,7 @@ def make_twin(function: Any) -> Callable[..., Any]:
         cast_type = _traced_cast_type()
         if cast_type is None or policy == "untracked_write":
             return original(*args, **kwargs)
-        if policy == "fp32_by_dtype" and "dtype" in kwargs:
+        if policy in ("fp32", "fp32_by_dtype") and kwargs.get("dtype") is not None:
             return original(*args, **kwargs)
         out = kwargs.pop("out", None)
         values = [*args, *kwargs.values()]
