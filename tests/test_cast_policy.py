@@ -361,6 +361,8 @@ def test_recurrent_modules(kind: str, train: bool) -> None:
         p, packed_state = nn.utils.rnn.pad_packed_sequence(rnn(packed, state)[0])
         c = cell(y[:, 0], None)
         c = cell(y[:, 1], c)
+        mixed = rnn(x.to(y.dtype), [part.float() for part in state] if isinstance(state, tuple) else state.float())
+        torch.testing.assert_close(mixed[0], rnn(x, state)[0], rtol=1e-2, atol=1e-2)
         return [y, p, c[0] if isinstance(c, tuple) else c]
 
     with torch.set_grad_enabled(train):

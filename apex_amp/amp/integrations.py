@@ -18,6 +18,8 @@ from . import custom_function
 
 Replace = Callable[[Any, str, Any], None]
 
+_CAST_TYPES = {torch.float16, torch.bfloat16, torch.float32}
+
 
 def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
     """Replaces torch's entry points, through `replace(owner, name, value)`."""
@@ -30,6 +32,7 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _notice_data_access(replace)
     _forget_casts_before_swap(replace)
     _saved_tensors_keep_their_types(replace)
+    _recurrent_modules_take_mixed_types(replace)
     _pause_in_torch_autocast(replace)
     _parallel_workers_in_caller_state(replace)
 
@@ -179,6 +182,20 @@ def _saved_tensors_keep_their_types(replace: Replace) -> None:
         original(self, without_casts(pack_hook), without_casts(unpack_hook))
 
     replace(torch.autograd.graph.saved_tensors_hooks, "__init__", __init__)
+
+
+def _recurrent_modules_take_mixed_types(replace: Replace) -> None:
+    """torch.nn's RNNs refuse an input of another type than their weights, unless torch.autocast is on."""
+    original = torch.nn.RNNBase.check_input
+
+    @functools.wraps(original)
+    def check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        dtypes = {input.dtype, self._flat_weights[0].dtype}
+        if len(dtypes) == 2 and dtypes <= _CAST_TYPES and _C.cast_type_on(input.device.type) is not None:
+            input = torch.empty(input.shape, dtype=self._flat_weights[0].dtype, device="meta")
+        original(self, input, batch_sizes)
+
+    replace(torch.nn.RNNBase, "check_input", check_input)
 
 
 def _pause_in_torch_autocast(replace: Replace) -> None:
