@@ -32,6 +32,8 @@ class Stash:
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
         self._unsettled: list[Overflow] = []
+        # Inside a scale_loss block: ends it, for a step that comes too early.
+        self.end_block: Callable[[], None] | None = None
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
         # Scripts written for Apex set this after asking for masters early; here they exist from the start.
@@ -80,7 +82,8 @@ class Stash:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
+        # The step as torch's optimizers, whose copies leave it behind.
+        return {**self.__dict__, "end_block": None, "instance_step": None}
 
 
 class AmpStep:
@@ -276,6 +279,8 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
     """One optimizer step: nothing after an overflow, else the base step on the masters, then the copy to the model."""
     stash = optimizer._amp_stash
     closure = args[0] if args else kwargs.get("closure")
+    if stash.end_block is not None:
+        stash.end_block()
     if stash.finish_left_scaled(optimizer):
         stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left "
                          "scaled, and unscaled them itself: what was done to them before, like clipping, met scaled "

@@ -99,7 +99,9 @@ BANNED = {
 }
 
 # In-place operators: as the in-place forms of the functions above.
-MATCH_SELF = ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__setitem__"]
+MATCH_SELF = [
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__setitem__",
+]
 FP32_IN_PLACE = ["__ipow__"]
 
 # These write a number itself; one that a half `self` cannot hold is replaced by the type's limit.
