@@ -22,6 +22,7 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _script_without_patches(replace, lifted)
     _recompute_in_forward_state(replace)
     _backward_in_forward_state(replace)
+    _no_casts_in_saved_tensor_hooks(replace)
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
@@ -91,6 +92,18 @@ def _backward_in_forward_state(replace: Replace) -> None:
 
     replace(BackwardCFunction, "__init__", __init__)
     replace(BackwardCFunction, "apply", apply)
+
+
+def _no_casts_in_saved_tensor_hooks(replace: Replace) -> None:
+    """A hook must give back what was saved, in its type; `.cpu()`, which hooks are there for, makes FP32 of half."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    original = hooks.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+        original(self, _C.cast_scope(None)(pack_hook), _C.cast_scope(None)(unpack_hook))
+
+    replace(hooks, "__init__", __init__)
 
 
 def _no_casts_in_data_workers(replace: Replace) -> None:
