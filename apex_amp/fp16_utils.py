@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from .amp._state import Setup
 from .amp.amp_optimizer import Stash, wrap_optimizer
-from .amp.frontend import OPT_LEVELS
+from .amp.arguments import OPT_LEVELS
 from .amp.master_weights import MasterWeights
 from .amp.scale_context import scale_loss
 from .amp.scaler import LossScaler as AmpLossScaler
