@@ -32,6 +32,8 @@ class Stash:
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
         self._unsettled: list[Overflow] = []
+        # Inside a scale_loss block: ends it, for a step that comes too early.
+        self.end_block: Callable[[], None] | None = None
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
         # Scripts written for Apex set this after asking for masters early; here they exist from the start.
@@ -80,7 +82,8 @@ class Stash:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
+        # The step as torch's optimizers, whose copies leave it behind.
+        return {**self.__dict__, "end_block": None, "instance_step": None}
 
 
 class AmpStep:
@@ -198,18 +201,21 @@ def _let_schedulers_see_steps(optimizer: Any) -> None:
 # --- the generated class ----------------------------------------------------------------------------------------------
 
 def _namespace(base: type) -> dict[str, Any]:
+    # `_amp_stash` is None in an instance of a user's subclass of the generated class: an ordinary optimizer.
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._amp_stash is None:
+            return base.step(self, *args, **kwargs)
         return _step(self, base.step, args, kwargs)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        self._amp_stash.gradients.clear_model(set_to_none)
+        if self._amp_stash is not None:
+            self._amp_stash.gradients.clear_model(args[0] if args else kwargs.get("set_to_none", True))
         base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict) -> None:
         earlier = list(self.param_groups)
         base.add_param_group(self, param_group)
-        for group in self.param_groups:
+        for group in self.param_groups if self._amp_stash is not None else ():
             if not any(group is other for other in earlier):
                 _adopt_group(self, group)
 
@@ -227,6 +233,8 @@ def _namespace(base: type) -> dict[str, Any]:
 
     def __reduce_ex__(self: Any, protocol: int) -> tuple:
         make, arguments, *rest = base.__reduce_ex__(self, protocol)
+        if self._amp_stash is None:
+            return make, arguments, *rest
         arguments = tuple(base if argument is type(self) else argument for argument in arguments)
         state = rest[0] if rest else None
         if isinstance(state, dict):
@@ -237,7 +245,7 @@ def _namespace(base: type) -> dict[str, Any]:
     namespace = {name: functools.wraps(getattr(base, name))(method)
                  for name, method in wrapped.items() if hasattr(base, name)}
     return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
-            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
+            "_amp_stash": None, "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
 @dataclasses.dataclass
@@ -276,6 +284,8 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
     """One optimizer step: nothing after an overflow, else the base step on the masters, then the copy to the model."""
     stash = optimizer._amp_stash
     closure = args[0] if args else kwargs.get("closure")
+    if stash.end_block is not None:
+        stash.end_block()
     if stash.finish_left_scaled(optimizer):
         stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left "
                          "scaled, and unscaled them itself: what was done to them before, like clipping, met scaled "

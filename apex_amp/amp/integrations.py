@@ -27,6 +27,7 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _recompute_in_forward_state(replace)
     _backward_in_forward_state(replace)
     _custom_functions_see_casts(replace)
+    _no_casts_in_saved_tensor_hooks(replace)
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
@@ -117,6 +118,18 @@ def _subclasses(kind: type) -> Iterator[type]:
     for subclass in type.__subclasses__(kind):
         yield subclass
         yield from _subclasses(subclass)
+
+
+def _no_casts_in_saved_tensor_hooks(replace: Replace) -> None:
+    """A hook must give back what was saved, in its type; `.cpu()`, which hooks are there for, makes FP32 of half."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    original = hooks.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+        original(self, _C.cast_scope(None)(pack_hook), _C.cast_scope(None)(unpack_hook))
+
+    replace(hooks, "__init__", __init__)
 
 
 def _no_casts_in_data_workers(replace: Replace) -> None:
