@@ -245,6 +245,7 @@ def _namespace(base: type) -> dict[str, Any]:
     namespace = {name: functools.wraps(getattr(base, name))(method)
                  for name, method in wrapped.items() if hasattr(base, name)}
     return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
+            "__class__": property(base_of, object.__dict__["__class__"].__set__),  # super(self.__class__, self) ends
             "_amp_stash": None, "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
