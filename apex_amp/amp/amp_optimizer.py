@@ -8,12 +8,14 @@ import weakref
 from typing import Any, Callable, Sequence
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._C import set_grads
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
 from .gradients import Gradients, is_distributed
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, master_of
 from .overflow import Overflow
 from .scaler import LossScaler
 from ._state import Setup
@@ -196,6 +198,33 @@ def _let_schedulers_see_steps(optimizer: Any) -> None:
 
     step._wrapped_by_lr_sched = True
     optimizer.step = step
+
+
+_step_hook: RemovableHandle | None = None
+
+
+def install() -> None:
+    """Lets the steps of optimizers that amp does not know be seen: see `_after_any_step`."""
+    global _step_hook
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_post_hook(_after_any_step)
+
+
+def uninstall() -> None:
+    global _step_hook
+    if _step_hook is not None:
+        _step_hook.remove()
+        _step_hook = None
+
+
+def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
+    """torch's fused kernels write parameters and move no version counter, which cached casts and masters go by."""
+    if torch.compiler.is_compiling() or stash_of(optimizer) is not None:
+        return
+    clear_weight_cache()
+    torch.autograd.graph.increment_version(
+        [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
+         if master_of(parameter) is not None or hasattr(parameter, "_amp_seen")])
 
 
 # --- the generated class ----------------------------------------------------------------------------------------------

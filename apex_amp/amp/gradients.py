@@ -210,7 +210,10 @@ class Gradients:
             set_grads(self.masters.unshared())
 
     def clear_model(self, set_to_none: bool) -> None:
-        """The model parameters' part of zero_grad: their masters' part is the optimizer's own."""
+        """The model parameters' part of zero_grad: their masters' part is the optimizer's own.
+
+        Inside a block, what was set aside is cleared too.
+        """
         self.left_scaled = None
         self.clear_set_aside(set_to_none)
         if self.masters is None:
