@@ -8,8 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._C import versions
+from .._C import note_equal, written_pairs
 from ..multi_tensor import multi_tensor_copy
+
+
+# Masters, their model parameters, and the versions [master's, model parameter's] of each pair when it was equal last.
+Pairs = tuple[list[nn.Parameter], list[nn.Parameter], list[list[int]]]
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -35,11 +39,9 @@ class MasterWeights:
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
         self._master_index: dict[int, int] = {}
-        # [master's version, model parameter's version] of each pair when it was equal last, kept on the master: a
-        # parameter in two optimizers is one pair.
+        # Kept on the master too: a parameter in two optimizers is one pair.
         self._seen: list[list[int]] = []
-        # All versions after the last whole sync: while they stay, nothing was written.
-        self._quiet: tuple[list[int], list[int]] = [], []
+        self._pairs: Pairs = self.masters, self.model_params, self._seen
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where given."""
@@ -75,44 +77,25 @@ class MasterWeights:
             if hasattr(parameter, "_amp_master"):
                 del parameter._amp_master
 
-    @torch.no_grad()
     def sync(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Brings both sides together, of all pairs or of those of `parameters`.
 
         Costs two integer comparisons a pair when nothing was written.
         """
-        if parameters is None:
-            chosen: Sequence[int] = range(len(self.masters))
-            now = versions(self.masters), versions(self.model_params)
-            if now == self._quiet:
-                return
-        else:
-            chosen = self._chosen(parameters)
-            now = self._versions(chosen)
-        pushed, pulled = [], []
-        for i, master_version, model_version in zip(chosen, *now):
-            seen = self._seen[i]
-            if master_version != seen[0]:
-                pushed.append(i)
-            elif model_version != seen[1]:
-                pulled.append(i)
-        if pushed:
-            self._push(pushed)
-        if pulled:
-            self._pull(pulled)
-        if parameters is None:
-            self._quiet = versions(self.masters), versions(self.model_params)
+        pairs = self._pairs if parameters is None else self._pairs_of(parameters)
+        by_step, by_model = written_pairs(*pairs)
+        if by_step:
+            _push(*_select(pairs, by_step))
+        if by_model:
+            _pull(*_select(pairs, by_model))
 
-    @torch.no_grad()
     def push(self) -> None:
         """Overwrites the model's values by the masters', whatever the counters say."""
-        self._push(range(len(self.masters)))
-        self._quiet = versions(self.masters), versions(self.model_params)
+        _push(*self._pairs)
 
-    @torch.no_grad()
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the model's values of `parameters` over into their masters."""
-        self._pull(self._chosen(parameters))
+        _pull(*self._pairs_of(parameters))
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
@@ -128,7 +111,7 @@ class MasterWeights:
 
     def note_written(self, masters: list[torch.Tensor]) -> None:
         """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
-        self._note_versions([self._master_index[id(master)] for master in masters])
+        note_equal(*_select(self._pairs, [self._master_index[id(master)] for master in masters]))
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
@@ -136,25 +119,9 @@ class MasterWeights:
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
 
-    def _chosen(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        return [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
-
-    def _push(self, chosen: Sequence[int]) -> None:
-        multi_tensor_copy([self.masters[i] for i in chosen], [self.model_params[i] for i in chosen])
-        self._note_versions(chosen)
-
-    def _pull(self, chosen: Sequence[int]) -> None:
-        for i in chosen:
-            parameter, master = self.model_params[i], self.masters[i]
-            master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
-        self._note_versions(chosen)
-
-    def _versions(self, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-        return versions([self.masters[i] for i in chosen]), versions([self.model_params[i] for i in chosen])
-
-    def _note_versions(self, chosen: Sequence[int]) -> None:
-        for i, *now in zip(chosen, *self._versions(chosen)):
-            self._seen[i][:] = now
+    def _pairs_of(self, parameters: Iterable[nn.Parameter]) -> Pairs:
+        return _select(self._pairs, [self._index[id(parameter)] for parameter in parameters
+                                     if id(parameter) in self._index])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
@@ -174,7 +141,25 @@ class MasterWeights:
         MasterWeights.__init__(self)
         for parameter, master in state["pairs"]:
             self._append(parameter, master)
-        self._note_versions(range(len(self.masters)))
+        note_equal(*self._pairs)
+
+
+def _select(pairs: Pairs, positions: list[int]) -> Pairs:
+    masters, model_params, seen = ([values[i] for i in positions] for values in pairs)
+    return masters, model_params, seen
+
+
+def _push(masters: list[nn.Parameter], model_params: list[nn.Parameter], seen: list[list[int]]) -> None:
+    with torch.no_grad():
+        multi_tensor_copy(masters, model_params)
+    note_equal(masters, model_params, seen)
+
+
+def _pull(masters: list[nn.Parameter], model_params: list[nn.Parameter], seen: list[list[int]]) -> None:
+    with torch.no_grad():
+        for master, parameter in zip(masters, model_params):
+            master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
+    note_equal(masters, model_params, seen)
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------
