@@ -40,6 +40,14 @@ py::list get_grads(const py::list& tensors) {
   return result;
 }
 
+// The gradients of `tensors`, which those of `others` become.
+py::list share_grads(const py::list& tensors, const py::list& others) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    list_tensor("share_grads", others, i).mutable_grad() = list_tensor("share_grads", tensors, i).grad();
+  }
+  return get_grads(tensors);
+}
+
 // The same, and the tensors have none any more.
 py::list take_grads(const py::list& tensors) {
   py::list result = get_grads(tensors);
@@ -160,6 +168,7 @@ void bind_tensor_attributes(py::module_& m) {
   m.def("versions", &versions);
   m.def("get_grads", &get_grads);
   m.def("take_grads", &take_grads);
+  m.def("share_grads", &share_grads);
   m.def("sort_grads", &sort_grads);
   m.def("written_pairs", &written_pairs);
   m.def("note_equal", &note_equal);

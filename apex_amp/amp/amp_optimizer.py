@@ -102,7 +102,7 @@ def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> No
 
     With decide=False the check is only left in `scaler.found_inf`.
     """
-    scaler.found_inf.zero_()
+    scaler.clear_found_inf()
     flags = [(stash.gradients, stash.gradients.unscale(scaler)) for stash in stashes]
     if decide and not scaler.is_identity:
         scaler.update()

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import empty_unless_same_dtype, get_grads, same_grads, set_grads, sort_grads, take_grads, versions
+from .._C import empty_unless_same_dtype, get_grads, same_grads, set_grads, share_grads, sort_grads, \
+    take_grads, versions
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
@@ -208,7 +209,6 @@ class Gradients:
                     if parameter.grad is not None:
                         parameter.grad.zero_()
 
-    @torch.no_grad()
     def materialize_masters(self) -> None:
         """Gives the masters the gradients that the last block only checked."""
         if self._unmaterialized is None:
@@ -216,9 +216,7 @@ class Gradients:
         inv_scale = self.inv_scale()
         self._unmaterialized = None
         grads = get_grads(self.masters.model_params)
-        pairs = [(master, grad) for master, grad in zip(self.masters.masters, grads) if grad is not None]
-        _accumulate([master for master, _ in pairs], [grad for _, grad in pairs], [None] * len(pairs), inv_scale,
-                    torch.zeros_like(inv_scale))
+        _accumulate(self.masters.masters, grads, [None] * len(grads), inv_scale, torch.zeros_like(inv_scale))
         self._share()
 
     def inv_scale(self) -> Tensor | None:
@@ -307,8 +305,7 @@ class Gradients:
 
     def _share(self) -> None:
         if self.masters is not None:
-            self._shared = get_grads(self.masters.masters)
-            set_grads(self.masters.model_params, self._shared)
+            self._shared = share_grads(self.masters.masters, self.masters.model_params)
 
     @torch.no_grad()
     def _leave_in_place(self, scaler: LossScaler) -> None:

@@ -42,8 +42,9 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
         IndexError: `loss_id` out of range.
         TypeError: `loss` is not a floating tensor.
     """
-    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    listed = list({id(optimizer): optimizer for optimizer in listed}.values())
+    listed = [optimizers]
+    if isinstance(optimizers, (list, tuple)):
+        listed = list({id(optimizer): optimizer for optimizer in optimizers}.values())
     stashes = _stashes(listed)
     if stashes is None:
         yield loss
@@ -90,20 +91,21 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
 def _stashes(optimizers: list) -> list[Stash] | None:
     """amp's state of each optimizer; None where the latest initialize had enabled=False."""
     stashes = [stash_of(optimizer) for optimizer in optimizers]
-    if process.latest is None and not any(stashes):
-        if process.was_initialized:
-            return None
-        raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
-                           "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
-    if not optimizers:
-        raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty list")
-    for index, (optimizer, stash) in enumerate(zip(optimizers, stashes)):
-        if stash is None:
-            which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
-            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through "
-                               "amp.initialize. Pass it there together with its model, and use the optimizer that "
-                               "initialize returns")
-    if any(stash.setup is not stashes[0].setup for stash in stashes):
+    if None in stashes or not stashes:
+        if process.latest is None and not any(stashes):
+            if process.was_initialized:
+                return None
+            raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
+                               "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
+        if not stashes:
+            raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty "
+                               "list")
+        index = stashes.index(None)
+        which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
+        raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizers[index]).__name__}) did not go through "
+                           "amp.initialize. Pass it there together with its model, and use the optimizer that "
+                           "initialize returns")
+    if len(stashes) > 1 and any(stash.setup is not stashes[0].setup for stash in stashes):
         raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss "
                            "scales differ; use one scale_loss block for each call")
     return stashes
