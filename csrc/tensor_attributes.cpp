@@ -6,74 +6,110 @@
 namespace apex_amp {
 namespace {
 
-const at::Tensor& list_tensor(const char* function, const py::list& list, size_t i) {
-  PyObject* const object = i < list.size() ? PyList_GET_ITEM(list.ptr(), i) : Py_None;
-  if (!THPVariable_Check(object)) {
-    throw py::type_error(text(function, ": [", i, "]: expected a torch.Tensor, got ", Py_TYPE(object)->tp_name));
+// A Python list of tensors, or None, that is read from its start to its end.
+class Tensors {
+ public:
+  Tensors(const char* function, const py::list& list) : function_(function), list_(list) {}
+
+  size_t size() const { return list_.size(); }
+  bool is_none(size_t i) const { return i < size() && item(i) == Py_None; }
+  const at::Tensor& operator[](size_t i) const {
+    if (i >= size()) throw py::index_error(text(function_, ": lists differ in length, expected more than ", i));
+    if (!THPVariable_Check(item(i))) {
+      throw py::type_error(text(function_, ": [", i, "]: expected a torch.Tensor, got ", Py_TYPE(item(i))->tp_name));
+    }
+    prefetch_ahead(i);
+    return THPVariable_Unpack(item(i));
   }
-  return THPVariable_Unpack(object);
-}
 
-at::Tensor optional_tensor(const char* function, const py::list& list, size_t i) {
-  const bool none = i < list.size() && PyList_GET_ITEM(list.ptr(), i) == Py_None;
-  return none ? at::Tensor() : list_tensor(function, list, i);
-}
+ private:
+  PyObject* item(size_t i) const { return PyList_GET_ITEM(list_.ptr(), i); }
+  const c10::TensorImpl* impl(size_t i) const {
+    const bool plain = i < size() && THPVariable_CheckExact(item(i));
+    return plain ? THPVariable_Unpack(item(i)).unsafeGetTensorImpl() : nullptr;
+  }
 
-int64_t version(const char* function, const py::list& list, size_t i) {
-  return list_tensor(function, list, i)._version();
-}
+  // With thousands of tensors each one's Python object, TensorImpl, gradient and version lie in cache lines of their
+  // own, anywhere in memory: those of the positions to come are asked for, each before what it points to.
+  void prefetch_ahead(size_t i) const {
+    constexpr size_t kObject = 24, kImpl = 16, kPointees = 8;
+    if (i + kObject < size()) __builtin_prefetch(item(i + kObject));
+    if (const c10::TensorImpl* tensor = impl(i + kImpl)) {
+      const char* const address = reinterpret_cast<const char*>(tensor);
+      for (size_t line = 0; line < sizeof(*tensor); line += 64) __builtin_prefetch(address + line);
+    }
+    if (const c10::TensorImpl* tensor = impl(i + kPointees)) {
+      __builtin_prefetch(tensor->autograd_meta());
+      const void* version;  // a VariableVersion is but a pointer to its counter
+      memcpy(&version, &tensor->version_counter(), sizeof(version));
+      __builtin_prefetch(version);
+    }
+  }
 
-py::list versions(const py::list& tensors) {
+  const char* function_;
+  const py::list& list_;
+};
+
+PyObject* wrap(const at::Tensor& tensor) { return THPVariable_Wrap(tensor); }  // None where undefined
+
+py::list versions(const py::list& list) {
+  const Tensors tensors("versions", list);
   py::list result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    PyList_SET_ITEM(result.ptr(), i, PyLong_FromLongLong(version("versions", tensors, i)));
+    PyList_SET_ITEM(result.ptr(), i, PyLong_FromLongLong(tensors[i]._version()));
   }
   return result;
 }
 
-py::list get_grads(const py::list& tensors) {
+py::list get_grads(const py::list& list) {
+  const Tensors tensors("get_grads", list);
+  py::list result(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) PyList_SET_ITEM(result.ptr(), i, wrap(tensors[i].grad()));
+  return result;
+}
+
+// The gradients of tensors, which then have none.
+py::list take_grads(const py::list& list) {
+  const Tensors tensors("take_grads", list);
   py::list result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& grad = list_tensor("get_grads", tensors, i).grad();
-    PyList_SET_ITEM(result.ptr(), i, THPVariable_Wrap(grad));  // None where undefined
+    at::Tensor& grad = tensors[i].mutable_grad();
+    PyList_SET_ITEM(result.ptr(), i, wrap(grad));
+    grad.reset();
   }
   return result;
 }
 
-// The gradients of `tensors`, which those of `others` become.
-py::list share_grads(const py::list& tensors, const py::list& others) {
+// The gradients of `from`, which are those of `to` as well afterwards.
+py::list share_grads(const py::list& from, const py::list& to) {
+  const Tensors tensors("share_grads", from), others("share_grads", to);
+  py::list result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    list_tensor("share_grads", others, i).mutable_grad() = list_tensor("share_grads", tensors, i).grad();
-  }
-  return get_grads(tensors);
-}
-
-// The same, and the tensors have none any more.
-py::list take_grads(const py::list& tensors) {
-  py::list result = get_grads(tensors);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (PyList_GET_ITEM(result.ptr(), i) != Py_None) list_tensor("take_grads", tensors, i).mutable_grad().reset();
+    const at::Tensor& grad = tensors[i].grad();
+    PyList_SET_ITEM(result.ptr(), i, wrap(grad));
+    others[i].mutable_grad() = grad;
   }
   return result;
 }
 
 // Whether tensors at one position have one gradient, or none, both.
-bool same_grads(const py::list& tensors, const py::list& others) {
+bool same_grads(const py::list& list, const py::list& other_list) {
+  const Tensors tensors("same_grads", list), others("same_grads", other_list);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& grad = list_tensor("same_grads", tensors, i).grad();
-    if (!grad.is_same(list_tensor("same_grads", others, i).grad())) return false;
+    if (!tensors[i].grad().is_same(others[i].grad())) return false;
   }
   return true;
 }
 
 // The caller answers for shapes and devices; dtypes may differ from the tensors'. grads None: all of them.
-void set_grads(const py::list& tensors, const std::optional<py::list>& grads) {
-  if (grads && grads->size() != tensors.size()) {
-    throw py::value_error(text("set_grads: grads: expected ", tensors.size(), " like tensors, got ", grads->size()));
+void set_grads(const py::list& list, const std::optional<py::list>& grad_list) {
+  const Tensors tensors("set_grads", list), grads("set_grads", grad_list ? *grad_list : list);
+  if (grads.size() != tensors.size()) {
+    throw py::value_error(text("set_grads: grads: expected ", tensors.size(), " like tensors, got ", grads.size()));
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const bool clear = !grads || PyList_GET_ITEM(grads->ptr(), i) == Py_None;
-    list_tensor("set_grads", tensors, i).mutable_grad() = clear ? at::Tensor() : list_tensor("set_grads", *grads, i);
+    const bool clear = !grad_list || grads.is_none(i);
+    tensors[i].mutable_grad() = clear ? at::Tensor() : grads[i];
   }
 }
 
@@ -85,14 +121,14 @@ bool kernels_take(const at::Tensor& tensor) {
 
 // The positions of gradients to be scaled, for nothing was there earlier; to be added to what was; of the same two
 // kinds, but not for the multi-tensor ops; and of those that only were there earlier. None stands for no gradient.
-py::tuple sort_grads(const py::list& grads, const py::list& earlier) {
-  std::array<py::list, 4> positions;
-  auto& [to_scale, to_add, others, kept] = positions;
+py::tuple sort_grads(const py::list& grad_list, const py::list& earlier_list) {
+  const Tensors grads("sort_grads", grad_list), earlier("sort_grads", earlier_list);
+  py::list to_scale, to_add, others, kept;
   for (size_t i = 0; i < grads.size(); ++i) {
-    const at::Tensor grad = optional_tensor("sort_grads", grads, i), before = optional_tensor("sort_grads", earlier, i);
-    if (!grad.defined() && !before.defined()) continue;
-    const bool direct = grad.defined() && kernels_take(grad) && (!before.defined() || kernels_take(before));
-    (!grad.defined() ? kept : !direct ? others : before.defined() ? to_add : to_scale).append(i);
+    const bool none = grads.is_none(i), first = earlier.is_none(i);
+    if (none && first) continue;
+    const bool direct = !none && kernels_take(grads[i]) && (first || kernels_take(earlier[i]));
+    (none ? kept : !direct ? others : first ? to_scale : to_add).append(i);
   }
   return py::make_tuple(to_scale, to_add, others, kept);
 }
@@ -112,41 +148,50 @@ bool is_free(PyObject* spare, const at::Tensor& tensor, at::ScalarType dtype) {
 
 // For every tensor itself, or uninitialized memory of its shape and layout where `like` has another dtype. The small
 // ones of these on a CPU, where all that uses memory holds its tensor, stay in `spares` for calls to come.
-py::list empty_unless_same_dtype(const py::list& tensors, const py::list& like, py::list spares) {
+py::list empty_unless_same_dtype(const py::list& list, const py::list& like_list, py::list spares) {
+  const Tensors tensors("empty_unless_same_dtype", list), like("empty_unless_same_dtype", like_list);
   py::list result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = list_tensor("empty_unless_same_dtype", tensors, i);
-    const at::ScalarType dtype = list_tensor("empty_unless_same_dtype", like, i).scalar_type();
+    const at::Tensor& tensor = tensors[i];
+    const at::ScalarType dtype = like[i].scalar_type();
     if (tensor.scalar_type() == dtype) {
-      PyList_SET_ITEM(result.ptr(), i, THPVariable_Wrap(tensor));
+      PyList_SET_ITEM(result.ptr(), i, wrap(tensor));
       continue;
     }
     while (spares.size() <= i) spares.append(py::none());
-    py::object empty;
-    if (is_free(PyList_GET_ITEM(spares.ptr(), i), tensor, dtype)) {
-      empty = spares[i];
-    } else {
-      empty = py::reinterpret_steal<py::object>(THPVariable_Wrap(at::empty_like(tensor, dtype)));
+    if (!is_free(PyList_GET_ITEM(spares.ptr(), i), tensor, dtype)) {
+      const at::Tensor empty = at::empty_like(tensor, dtype);
+      PyList_SET_ITEM(result.ptr(), i, wrap(empty));
       const bool keep = tensor.is_cpu() && !is_indirect(tensor) && tensor.numel() <= kSmallTensor;
-      spares[i] = keep ? empty : py::none();
+      spares[i] = keep ? py::handle(PyList_GET_ITEM(result.ptr(), i)) : py::none();
+    } else {
+      PyList_SET_ITEM(result.ptr(), i, py::object(spares[i]).release().ptr());
     }
-    PyList_SET_ITEM(result.ptr(), i, empty.release().ptr());
   }
   return result;
 }
 
+// Whether `object` is a list of the same objects; none of them is looked at.
+bool same_objects(const py::object& object, const py::list& list) {
+  if (!PyList_Check(object.ptr()) || py::len(object) != list.size()) return false;
+  PyObject* const* const items = PySequence_Fast_ITEMS(list.ptr());
+  return std::equal(items, items + list.size(), PySequence_Fast_ITEMS(object.ptr()));
+}
+
 // ---- pairs of tensors and the versions [first's, second's] at which they were equal last ----------------------------
 
+PyObject** seen_versions(const py::list& seen, size_t i) { return PySequence_Fast_ITEMS(PyList_GET_ITEM(seen.ptr(), i)); }
+
 // Where the first was written since then, and where only the second was.
-std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(const py::list& firsts, const py::list& seconds,
-                                                                  const py::list& seen) {
+std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(const py::list& first_list,
+                                                                  const py::list& second_list, const py::list& seen) {
+  const Tensors firsts("written_pairs", first_list), seconds("written_pairs", second_list);
   std::vector<size_t> by_first, by_second;
   for (size_t i = 0; i < seen.size(); ++i) {
-    const auto versions = py::reinterpret_borrow<py::list>(PyList_GET_ITEM(seen.ptr(), i));
-    const auto seen_version = [&](size_t which) { return PyLong_AsLongLong(PyList_GET_ITEM(versions.ptr(), which)); };
-    if (version("written_pairs", firsts, i) != seen_version(0)) {
+    PyObject* const* const versions = seen_versions(seen, i);
+    if (firsts[i]._version() != PyLong_AsLongLong(versions[0])) {
       by_first.push_back(i);
-    } else if (version("written_pairs", seconds, i) != seen_version(1)) {
+    } else if (seconds[i]._version() != PyLong_AsLongLong(versions[1])) {
       by_second.push_back(i);
     }
   }
@@ -154,11 +199,12 @@ std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(const py::list
 }
 
 // Takes them for equal now.
-void note_equal(const py::list& firsts, const py::list& seconds, const py::list& seen) {
+void note_equal(const py::list& first_list, const py::list& second_list, const py::list& seen) {
+  const Tensors firsts("note_equal", first_list), seconds("note_equal", second_list);
   for (size_t i = 0; i < seen.size(); ++i) {
-    const auto versions = py::reinterpret_borrow<py::list>(PyList_GET_ITEM(seen.ptr(), i));
-    versions[0] = version("note_equal", firsts, i);
-    versions[1] = version("note_equal", seconds, i);
+    PyObject** const versions = seen_versions(seen, i);
+    Py_SETREF(versions[0], PyLong_FromLongLong(firsts[i]._version()));
+    Py_SETREF(versions[1], PyLong_FromLongLong(seconds[i]._version()));
   }
 }
 
@@ -169,12 +215,13 @@ void bind_tensor_attributes(py::module_& m) {
   m.def("get_grads", &get_grads);
   m.def("take_grads", &take_grads);
   m.def("share_grads", &share_grads);
-  m.def("sort_grads", &sort_grads);
-  m.def("written_pairs", &written_pairs);
-  m.def("note_equal", &note_equal);
   m.def("same_grads", &same_grads);
   m.def("set_grads", &set_grads, py::arg("tensors"), py::arg("grads") = py::none());
+  m.def("sort_grads", &sort_grads);
   m.def("empty_unless_same_dtype", &empty_unless_same_dtype);
+  m.def("same_objects", &same_objects);
+  m.def("written_pairs", &written_pairs);
+  m.def("note_equal", &note_equal);
 }
 
 }  // namespace apex_amp

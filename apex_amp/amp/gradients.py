@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import empty_unless_same_dtype, get_grads, same_grads, set_grads, share_grads, sort_grads, \
-    take_grads, versions
+from .._C import (empty_unless_same_dtype, get_grads, same_grads, same_objects, set_grads, share_grads, sort_grads,
+                   take_grads, versions)
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
@@ -62,6 +62,7 @@ class Gradients:
         self._shared: list[Tensor | None] = []
         # Small FP32 gradients to be written again, once nobody else has them.
         self._spares: list[Tensor | None] = []
+        self._forget_parameters()
         self._forget_block()
 
     # --- the scale_loss window, in the order of its calls -------------------------------------------------------------
@@ -236,6 +237,7 @@ class Gradients:
 
     def __getstate__(self) -> dict:
         self.materialize_masters()
+        self._forget_parameters()
         return {**self.__dict__, "_spares": []}
 
     def culprits(self, flags: list[Flags]) -> list[Tensor]:
@@ -250,7 +252,10 @@ class Gradients:
 
     def _list_parameters(self, param_groups: list[dict], taken: set[int] | None) -> None:
         """Fills `_carriers` and `_holders`: first the `_own` parameters that are both, then those with a master."""
-        own = list(chain.from_iterable(group["params"] for group in param_groups))
+        groups = [group["params"] for group in param_groups]
+        if taken is None and len(groups) == len(self._groups) and all(map(same_objects, groups, self._groups)):
+            return
+        own = list(chain.from_iterable(groups))
         carriers: list[Tensor] = []
         holders: list[Tensor] = []
         if self.masters is not None:
@@ -265,12 +270,16 @@ class Gradients:
             pairs = [(carrier, holder) for carrier, holder in zip(carriers, holders) if id(carrier) not in taken]
             carriers, holders = [carrier for carrier, _ in pairs], [holder for _, holder in pairs]
             taken.update(map(id, own), map(id, carriers))
+        self._groups = [list(parameters) for parameters in groups] if taken is None else []
         self._own, self._carriers, self._holders = len(own), own + carriers, own + holders
 
-    def _forget_block(self) -> None:
+    def _forget_parameters(self) -> None:
+        self._groups: list[list[Tensor]] = []  # what the rest of these were listed from
         self._own = 0
         self._carriers: list[Tensor] = []
         self._holders: list[Tensor] = []
+
+    def _forget_block(self) -> None:
         self._set_aside: list[Tensor | None] = []
         self._skip_is_pending = False
 
