@@ -6,49 +6,43 @@
 namespace apex_amp {
 namespace {
 
-// A Python list of tensors, or None, that is read from its start to its end.
+// A Python list of tensors, and of None where `optional`, that is read from its start to its end.
 class Tensors {
  public:
-  Tensors(const char* function, const py::list& list) : function_(function), list_(list) {}
-
-  size_t size() const { return list_.size(); }
-  bool is_none(size_t i) const { return i < size() && item(i) == Py_None; }
-  const at::Tensor& operator[](size_t i) const {
-    if (i >= size()) throw py::index_error(text(function_, ": lists differ in length, expected more than ", i));
-    if (!THPVariable_Check(item(i))) {
-      throw py::type_error(text(function_, ": [", i, "]: expected a torch.Tensor, got ", Py_TYPE(item(i))->tp_name));
+  Tensors(const char* function, const py::list& list, bool optional = false)
+      : size_(list.size()), items_(PySequence_Fast_ITEMS(list.ptr())) {
+    for (size_t i = 0; i < size_; ++i) {
+      if (THPVariable_Check(items_[i]) || (optional && is_none(i))) continue;
+      throw py::type_error(text(function, ": [", i, "]: expected a torch.Tensor, got ", Py_TYPE(items_[i])->tp_name));
     }
+  }
+
+  size_t size() const { return size_; }
+  bool is_none(size_t i) const { return items_[i] == Py_None; }
+  const at::Tensor& operator[](size_t i) const {
     prefetch_ahead(i);
-    return THPVariable_Unpack(item(i));
+    return THPVariable_Unpack(items_[i]);
   }
 
  private:
-  PyObject* item(size_t i) const { return PyList_GET_ITEM(list_.ptr(), i); }
-  const c10::TensorImpl* impl(size_t i) const {
-    const bool plain = i < size() && THPVariable_CheckExact(item(i));
-    return plain ? THPVariable_Unpack(item(i)).unsafeGetTensorImpl() : nullptr;
-  }
-
-  // With thousands of tensors each one's Python object, TensorImpl, gradient and version lie in cache lines of their
-  // own, anywhere in memory: those of the positions to come are asked for, each before what it points to.
+  // With thousands of tensors each one's TensorImpl, gradient and version lie in cache lines of their own, anywhere in
+  // memory: those of the positions to come are asked for, each before what it points to.
   void prefetch_ahead(size_t i) const {
-    constexpr size_t kObject = 24, kImpl = 16, kPointees = 8;
-    if (i + kObject < size()) __builtin_prefetch(item(i + kObject));
-    if (const c10::TensorImpl* tensor = impl(i + kImpl)) {
-      const char* const address = reinterpret_cast<const char*>(tensor);
-      for (size_t line = 0; line < sizeof(*tensor); line += 64) __builtin_prefetch(address + line);
-    }
-    if (const c10::TensorImpl* tensor = impl(i + kPointees)) {
-      __builtin_prefetch(tensor->autograd_meta());
-      const void* version;  // a VariableVersion is but a pointer to its counter
-      memcpy(&version, &tensor->version_counter(), sizeof(version));
-      __builtin_prefetch(version);
-    }
+    constexpr size_t kImpl = 8, kPointees = 4;
+    if (i + kImpl < size_ && !is_none(i + kImpl)) __builtin_prefetch(impl(i + kImpl));
+    if (i + kPointees < size_ && !is_none(i + kPointees)) __builtin_prefetch(impl(i + kPointees)->autograd_meta());
   }
+  const c10::TensorImpl* impl(size_t i) const { return THPVariable_Unpack(items_[i]).unsafeGetTensorImpl(); }
 
-  const char* function_;
-  const py::list& list_;
+  size_t size_;
+  PyObject* const* items_;
 };
+
+// Lists that are walked in step must be equally long.
+void require_size(const char* function, const Tensors& tensors, size_t size) {
+  if (tensors.size() == size) return;
+  throw py::value_error(text(function, ": expected lists of one length, got ", size, " and ", tensors.size()));
+}
 
 PyObject* wrap(const at::Tensor& tensor) { return THPVariable_Wrap(tensor); }  // None where undefined
 
@@ -83,6 +77,7 @@ py::list take_grads(const py::list& list) {
 // The gradients of `from`, which are those of `to` as well afterwards.
 py::list share_grads(const py::list& from, const py::list& to) {
   const Tensors tensors("share_grads", from), others("share_grads", to);
+  require_size("share_grads", others, tensors.size());
   py::list result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& grad = tensors[i].grad();
@@ -95,6 +90,7 @@ py::list share_grads(const py::list& from, const py::list& to) {
 // Whether tensors at one position have one gradient, or none, both.
 bool same_grads(const py::list& list, const py::list& other_list) {
   const Tensors tensors("same_grads", list), others("same_grads", other_list);
+  require_size("same_grads", others, tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].grad().is_same(others[i].grad())) return false;
   }
@@ -103,10 +99,8 @@ bool same_grads(const py::list& list, const py::list& other_list) {
 
 // The caller answers for shapes and devices; dtypes may differ from the tensors'. grads None: all of them.
 void set_grads(const py::list& list, const std::optional<py::list>& grad_list) {
-  const Tensors tensors("set_grads", list), grads("set_grads", grad_list ? *grad_list : list);
-  if (grads.size() != tensors.size()) {
-    throw py::value_error(text("set_grads: grads: expected ", tensors.size(), " like tensors, got ", grads.size()));
-  }
+  const Tensors tensors("set_grads", list), grads("set_grads", grad_list ? *grad_list : list, /*optional=*/true);
+  require_size("set_grads", grads, tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const bool clear = !grad_list || grads.is_none(i);
     tensors[i].mutable_grad() = clear ? at::Tensor() : grads[i];
@@ -122,15 +116,20 @@ bool kernels_take(const at::Tensor& tensor) {
 // The positions of gradients to be scaled, for nothing was there earlier; to be added to what was; of the same two
 // kinds, but not for the multi-tensor ops; and of those that only were there earlier. None stands for no gradient.
 py::tuple sort_grads(const py::list& grad_list, const py::list& earlier_list) {
-  const Tensors grads("sort_grads", grad_list), earlier("sort_grads", earlier_list);
-  py::list to_scale, to_add, others, kept;
+  const Tensors grads("sort_grads", grad_list, /*optional=*/true), earlier("sort_grads", earlier_list, true);
+  require_size("sort_grads", earlier, grads.size());
+  std::vector<size_t> to_scale, to_add, others, kept;
   for (size_t i = 0; i < grads.size(); ++i) {
     const bool none = grads.is_none(i), first = earlier.is_none(i);
     if (none && first) continue;
     const bool direct = !none && kernels_take(grads[i]) && (first || kernels_take(earlier[i]));
-    (none ? kept : !direct ? others : first ? to_scale : to_add).append(i);
+    (none ? kept : !direct ? others : first ? to_scale : to_add).push_back(i);
   }
-  return py::make_tuple(to_scale, to_add, others, kept);
+  const auto positions = [&](const std::vector<size_t>& chosen) -> py::object {
+    if (chosen.size() != grads.size()) return py::cast(chosen);
+    return py::reinterpret_steal<py::object>(PyObject_CallFunction((PyObject*)&PyRange_Type, "n", chosen.size()));
+  };
+  return py::make_tuple(positions(to_scale), positions(to_add), positions(others), positions(kept));
 }
 
 // A tensor of up to so many elements costs more to make and free than to fill.
@@ -150,6 +149,7 @@ bool is_free(PyObject* spare, const at::Tensor& tensor, at::ScalarType dtype) {
 // ones of these on a CPU, where all that uses memory holds its tensor, stay in `spares` for calls to come.
 py::list empty_unless_same_dtype(const py::list& list, const py::list& like_list, py::list spares) {
   const Tensors tensors("empty_unless_same_dtype", list), like("empty_unless_same_dtype", like_list);
+  require_size("empty_unless_same_dtype", like, tensors.size());
   py::list result(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
@@ -186,6 +186,8 @@ PyObject** seen_versions(const py::list& seen, size_t i) { return PySequence_Fas
 std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(const py::list& first_list,
                                                                   const py::list& second_list, const py::list& seen) {
   const Tensors firsts("written_pairs", first_list), seconds("written_pairs", second_list);
+  require_size("written_pairs", firsts, seen.size());
+  require_size("written_pairs", seconds, seen.size());
   std::vector<size_t> by_first, by_second;
   for (size_t i = 0; i < seen.size(); ++i) {
     PyObject* const* const versions = seen_versions(seen, i);
@@ -201,6 +203,8 @@ std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(const py::list
 // Takes them for equal now.
 void note_equal(const py::list& first_list, const py::list& second_list, const py::list& seen) {
   const Tensors firsts("note_equal", first_list), seconds("note_equal", second_list);
+  require_size("note_equal", firsts, seen.size());
+  require_size("note_equal", seconds, seen.size());
   for (size_t i = 0; i < seen.size(); ++i) {
     PyObject** const versions = seen_versions(seen, i);
     Py_SETREF(versions[0], PyLong_FromLongLong(firsts[i]._version()));

@@ -85,8 +85,7 @@ class LossScaler:
         return int(self.growth_tracker.item())
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` in FP32 times the scale, on the loss's device."""
-        self.to(loss.device)
+        """`loss` in FP32 times the scale, which must be on its device."""
         return (loss if loss.dtype == torch.float32 else loss.float()) * self.scale_tensor
 
     def inv_scale(self) -> torch.Tensor:
