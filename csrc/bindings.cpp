@@ -85,7 +85,7 @@ bool multi_tensor_check(py::handle tensors, py::handle found_inf, py::handle fou
 
 // Sums of squares per tensor, in double on the first tensor's device.
 at::Tensor square_sums(const char* op, TensorLists& lists) {
-  const at::Device device = lists.size() ? lists.tensor(0, 0).device() : at::Device(at::kCPU);
+  const at::Device device = lists.device();
   const at::TensorOptions options = at::TensorOptions().dtype(at::kDouble);
   at::Tensor all = at::zeros({lists.size()}, options.device(device));
   for (const Group& group : lists.groups()) {

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from apex_amp import amp
-from tests.training import INF, LEVELS, MASTERS, Dot, backward, initialize, integers, values
+from apex_amp import amp, optimizers
+from apex_amp.multi_tensor import multi_tensor_l2norm
+from tests.training import INF, LEVELS, MASTERS, Dot, backward, initialize, integers, train, values
 
 
 def sgd(model: nn.Module, **options) -> torch.optim.Optimizer:
@@ -27,6 +28,22 @@ def test_it_yields_the_loss_in_fp32_times_the_scale(level: str) -> None:
             assert scaled.dtype == torch.float32 and scaled.shape == loss.shape
             assert torch.equal(scaled, loss.float() * 128)
             scaled.sum().backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "FusedSGD", "FusedAdam", "FusedLAMB"])
+def test_the_default_dtype_is_the_users_own(level: str, default: torch.dtype, kind: str) -> None:
+    make = getattr(optimizers, kind, None) or getattr(torch.optim, kind)
+    plain, model = Dot(), Dot()
+    expected = train(level, plain, make(plain.parameters(), lr=0.125), inputs := integers(3))
+    torch.set_default_dtype(default)
+    try:
+        got = train(level, model, make(model.parameters(), lr=0.125), inputs)
+        assert multi_tensor_l2norm([]).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)  # half Adam at O3 divides 0 by 0
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -88,8 +88,8 @@ class AmpStep:
 
     def __init__(self, stash: Stash) -> None:
         self._gradients = stash.gradients
-        # The low-precision parameter to be written with a master, None for what is none; and what is told afterwards.
-        self.model_param_of, self.note_written = stash.masters.model_param_of, stash.masters.note_written
+        # The low-precision parameters to be written with masters, None for what is none; and what is told afterwards.
+        self.model_params_of, self.note_written = stash.masters.model_params_of, stash.masters.note_written
 
     @property
     def inv_scale(self) -> torch.Tensor | None:

@@ -143,8 +143,7 @@ class Gradients:
             flags = self._only_check(new[self._own:], scaler, found_inf)
             new, earlier = new[:self._own], earlier[:self._own]
         if scaler.is_identity:
-            new = [None if before is None and grad is not None and grad.dtype == holder.dtype else grad
-                   for holder, grad, before in zip(self._holders, new, earlier)]
+            new[:self._own] = [None if before is None else grad for grad, before in zip(new[:self._own], earlier)]
         flags += _accumulate(self._holders[:len(new)], new, earlier, scaler.inv_scale(), found_inf, self._spares)
         if self._unmaterialized is None:
             self._share()
@@ -293,7 +292,7 @@ class Gradients:
     def _only_check(self, new: list[Tensor | None], scaler: LossScaler, found_inf: Tensor) -> list[Flags]:
         holders = [holder for holder, grad in zip(self._holders[self._own:], new) if grad is not None]
         grads = [grad for grad in new if grad is not None]
-        per_tensor = torch.zeros(len(grads), device=found_inf.device)
+        per_tensor = found_inf.new_zeros(len(grads))
         if not scaler.is_identity:
             multi_tensor_check(grads, found_inf, per_tensor)
         self._unmaterialized = ScaledBy(scaler), grads, versions(grads)
@@ -375,7 +374,7 @@ def _at(positions: Sequence[int], values: Sequence[Tensor | None]) -> Sequence[T
 def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor,
            spares: list[Tensor | None] | None) -> Flags:
     results = empty_unless_same_dtype(grads, holders, [] if spares is None else spares)
-    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    per_tensor = found_inf.new_zeros(len(grads))
     multi_tensor_scale(_local(grads), _local(results), found_inf, factor, per_tensor)
     set_grads(holders, results)
     return holders, per_tensor
@@ -383,7 +382,7 @@ def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, f
 
 def _add(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor], factor: Tensor,
          found_inf: Tensor) -> Flags:
-    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    per_tensor = found_inf.new_zeros(len(grads))
     sums = _local(earlier)
     multi_tensor_axpby(_local(grads), sums, sums, found_inf, factor, 1.0, "x", per_tensor)
     set_grads(holders, earlier)

@@ -104,10 +104,10 @@ class MasterWeights:
             dist.broadcast(master, dist.get_global_rank(group, 0), group)
         self.push()
 
-    def model_param_of(self, master: torch.Tensor) -> nn.Parameter | None:
-        """The low-precision side of `master`'s pair; None for a tensor that is no master."""
-        index = self._master_index.get(id(master))
-        return None if index is None else self.model_params[index]
+    def model_params_of(self, masters: list[torch.Tensor]) -> list[nn.Parameter | None]:
+        """The low-precision side of each one's pair; None for a tensor that is no master."""
+        positions = map(self._master_index.get, map(id, masters))
+        return [None if position is None else self.model_params[position] for position in positions]
 
     def note_written(self, masters: list[torch.Tensor]) -> None:
         """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""

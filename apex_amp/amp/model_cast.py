@@ -6,6 +6,7 @@ import copy
 import copyreg
 import dataclasses
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Mapping
@@ -109,12 +110,21 @@ def _namespace(base: type) -> dict[str, Any]:
                 output = cast.instance_forward(*args, **kwargs)
         return output if cast.output_type is None else cast_floating(output, cast.output_type)
 
+    with contextlib.suppress(TypeError, ValueError):  # a forward written in C
+        forward.__signature__ = inspect.signature(base.forward)  # getfullargspec doesn't look at what is wrapped
+
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        cast = self._amp_cast
+        if cast is None:
+            return base._apply(self, *args, **kwargs)
+        cast.sync()
+        before = _dtypes(self)
         moved = base._apply(self, *args, **kwargs)
-        if self._amp_cast is not None:
-            for masters in self._amp_cast.masters:
-                masters.follow()
-            refresh_cast_devices()
+        for masters in cast.masters:
+            masters.follow()
+        if _dtypes(self) != before:
+            _take_inputs_as_weights_are(self, cast)
+        refresh_cast_devices()
         return moved
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -131,6 +141,17 @@ def _namespace(base: type) -> dict[str, Any]:
     if getattr(base, "cls_to_become", None) is not None:  # a lazy module changes its class at its first forward
         namespace["cls_to_become"] = generate_class(base.cls_to_become, "model", _namespace)
     return namespace
+
+
+def _take_inputs_as_weights_are(model: nn.Module, cast: ModelCast) -> None:
+    """After model.float(), .half() and their like: weights take their masters' values as exactly as they can now."""
+    with torch.no_grad():
+        for masters in cast.masters:
+            for parameter, master in zip(masters.model_params, masters.masters):
+                parameter.copy_(master)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if cast.input_type is not None and len(dtypes) == 1:
+        cast.input_type = dtypes.pop()
 
 
 def _feed_scripted_modules_fp32(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from typing import Any, Iterator
 
 import torch
@@ -113,7 +114,7 @@ def _stashes(optimizers: list) -> list[Stash] | None:
 
 def _scaler(setup: Setup, loss_id: int) -> Any:
     scalers = setup.loss_scalers
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+    if not isinstance(loss_id, numbers.Integral) or not 0 <= loss_id < len(scalers):
         raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. "
                          "Tell amp.initialize how many losses there are: num_losses=...")
     return scalers[loss_id]

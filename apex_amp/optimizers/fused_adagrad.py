@@ -46,6 +46,6 @@ class FusedAdagrad(FusedOptimizer):
     def _update(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         for batch in batches:
             group = batch.group
-            multi_tensor_adagrad(batch.grads, batch.params, batch.state("sum"), batch.state("step"),
-                                 batch.model_params, found_inf, batch.inv_scale, group["lr"], group["lr_decay"],
-                                 group["eps"], group["weight_decay"], bool(self.adagrad_w_mode))
+            multi_tensor_adagrad(batch.grads, batch.params, *batch.state("sum", "step"), batch.model_params, found_inf,
+                                 batch.inv_scale, group["lr"], group["lr_decay"], group["eps"], group["weight_decay"],
+                                 bool(self.adagrad_w_mode))

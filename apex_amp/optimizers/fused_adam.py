@@ -89,9 +89,8 @@ class FusedAdam(FusedOptimizer):
     def _update(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         for batch in self._with_own_masters(batches) if self.master_weights else batches:
             group = batch.group
-            multi_tensor_adam(batch.grads, batch.params, batch.state("exp_avg"),
-                              batch.state("exp_avg_sq"), batch.state("step"), batch.model_params,
-                              found_inf, batch.inv_scale, group["lr"], *group["betas"], group["eps"],
+            multi_tensor_adam(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
+                              batch.model_params, found_inf, batch.inv_scale, group["lr"], *group["betas"], group["eps"],
                               group["weight_decay"], bool(self.adam_w_mode), bool(group["bias_correction"]))
 
     def _with_own_masters(self, batches: list[Batch]) -> list[Batch]:

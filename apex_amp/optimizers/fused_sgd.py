@@ -58,7 +58,7 @@ class FusedSGD(FusedOptimizer):
         for batch in batches:
             for part, first_run in self._split(batch):
                 group = part.group
-                buffers = part.state("momentum_buffer") if group["momentum"] else None
+                buffers = part.state("momentum_buffer")[0] if group["momentum"] else None
                 multi_tensor_sgd(part.grads, part.params, buffers, part.model_params, found_inf, part.inv_scale,
                                  group["lr"], group["momentum"], group["dampening"], group["weight_decay"],
                                  bool(group["nesterov"]), first_run, bool(self.wd_after_momentum))
@@ -72,7 +72,7 @@ class FusedSGD(FusedOptimizer):
         """The batch as (parameters that have a momentum buffer, False) and (those that get it now, True)."""
         if not batch.group["momentum"]:
             return [(batch, False)]
-        new = [state.get("momentum_buffer") is None for state in batch.states]
+        new = [buffer is None for buffer in batch.state("momentum_buffer")[0]]
         for owner, state, is_new in zip(batch.owners, batch.states, new):
             if is_new:
                 state["momentum_buffer"] = zeros_like(owner)
