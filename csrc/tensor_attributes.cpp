@@ -113,23 +113,14 @@ bool kernels_take(const at::Tensor& tensor) {
   return dtype && *dtype != DType::kDouble && tensor.layout() == at::kStrided && !tensor.requires_grad();
 }
 
-// The positions of gradients to be scaled, for nothing was there earlier; to be added to what was; of the same two
-// kinds, but not for the multi-tensor ops; and of those that only were there earlier. None stands for no gradient.
-py::tuple sort_grads(const py::list& grad_list, const py::list& earlier_list) {
-  const Tensors grads("sort_grads", grad_list, /*optional=*/true), earlier("sort_grads", earlier_list, true);
-  require_size("sort_grads", earlier, grads.size());
-  std::vector<size_t> to_scale, to_add, others, kept;
+// Whether the multi-tensor ops read every gradient that there is, and nothing was there earlier.
+bool are_first(const py::list& grad_list, const py::list& earlier_list) {
+  const Tensors grads("are_first", grad_list, /*optional=*/true), earlier("are_first", earlier_list, true);
+  require_size("are_first", earlier, grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    const bool none = grads.is_none(i), first = earlier.is_none(i);
-    if (none && first) continue;
-    const bool direct = !none && kernels_take(grads[i]) && (first || kernels_take(earlier[i]));
-    (none ? kept : !direct ? others : first ? to_scale : to_add).push_back(i);
+    if (!earlier.is_none(i) || (!grads.is_none(i) && !kernels_take(grads[i]))) return false;
   }
-  const auto positions = [&](const std::vector<size_t>& chosen) -> py::object {
-    if (chosen.size() != grads.size()) return py::cast(chosen);
-    return py::reinterpret_steal<py::object>(PyObject_CallFunction((PyObject*)&PyRange_Type, "n", chosen.size()));
-  };
-  return py::make_tuple(positions(to_scale), positions(to_add), positions(others), positions(kept));
+  return true;
 }
 
 // A tensor of up to so many elements costs more to make and free than to fill.
@@ -145,30 +136,42 @@ bool is_free(PyObject* spare, const at::Tensor& tensor, at::ScalarType dtype) {
          free.is_inference() == tensor.is_inference();
 }
 
-// For every tensor itself, or uninitialized memory of its shape and layout where `like` has another dtype. The small
-// ones of these on a CPU, where all that uses memory holds its tensor, stay in `spares` for calls to come.
-py::list empty_unless_same_dtype(const py::list& list, const py::list& like_list, py::list spares) {
-  const Tensors tensors("empty_unless_same_dtype", list), like("empty_unless_same_dtype", like_list);
-  require_size("empty_unless_same_dtype", like, tensors.size());
-  py::list result(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    const at::ScalarType dtype = like[i].scalar_type();
-    if (tensor.scalar_type() == dtype) {
-      PyList_SET_ITEM(result.ptr(), i, wrap(tensor));
-      continue;
-    }
-    while (spares.size() <= i) spares.append(py::none());
-    if (!is_free(PyList_GET_ITEM(spares.ptr(), i), tensor, dtype)) {
-      const at::Tensor empty = at::empty_like(tensor, dtype);
-      PyList_SET_ITEM(result.ptr(), i, wrap(empty));
-      const bool keep = tensor.is_cpu() && !is_indirect(tensor) && tensor.numel() <= kSmallTensor;
-      spares[i] = keep ? py::handle(PyList_GET_ITEM(result.ptr(), i)) : py::none();
-    } else {
-      PyList_SET_ITEM(result.ptr(), i, py::object(spares[i]).release().ptr());
-    }
+// at::empty_like(tensor, dtype). Small ones on a CPU, where all that uses memory holds its tensor, stay in `spares` at i
+// for calls to come.
+py::object empty_like(const at::Tensor& tensor, at::ScalarType dtype, py::list& spares, size_t i) {
+  while (spares.size() <= i) spares.append(py::none());
+  if (is_free(PyList_GET_ITEM(spares.ptr(), i), tensor, dtype)) return spares[i];
+  const auto made = py::reinterpret_steal<py::object>(wrap(at::empty_like(tensor, dtype)));
+  const bool keep = tensor.is_cpu() && !is_indirect(tensor) && tensor.numel() <= kSmallTensor;
+  spares[i] = keep ? made : py::none();
+  return made;
+}
+
+// What is to be done with gradients, by position: to be scaled, for nothing was there earlier; to be added to what was;
+// of these two kinds, but not for the multi-tensor ops; and only there earlier. Goes with the first kind: tensors of the
+// holders' dtypes to scale them into, the gradient itself where that is its own. None stands for no gradient.
+py::tuple sort_grads(const py::list& grad_list, const py::list& earlier_list, const py::list& holder_list,
+                     py::list spares) {
+  const Tensors grads("sort_grads", grad_list, /*optional=*/true), earlier("sort_grads", earlier_list, true);
+  const Tensors holders("sort_grads", holder_list);
+  require_size("sort_grads", earlier, grads.size());
+  require_size("sort_grads", holders, grads.size());
+  std::vector<size_t> to_scale, to_add, others, kept;
+  py::list results;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const bool none = grads.is_none(i), first = earlier.is_none(i);
+    if (none && first) continue;
+    const bool direct = !none && kernels_take(grads[i]) && (first || kernels_take(earlier[i]));
+    (none ? kept : !direct ? others : first ? to_scale : to_add).push_back(i);
+    if (!direct || !first) continue;
+    const at::ScalarType dtype = holders[i].scalar_type();
+    results.append(grads[i].scalar_type() == dtype ? py::object(grad_list[i]) : empty_like(grads[i], dtype, spares, i));
   }
-  return result;
+  const auto positions = [&](const std::vector<size_t>& chosen) -> py::object {
+    if (chosen.size() != grads.size()) return py::cast(chosen);
+    return py::reinterpret_steal<py::object>(PyObject_CallFunction((PyObject*)&PyRange_Type, "n", chosen.size()));
+  };
+  return py::make_tuple(positions(to_scale), results, positions(to_add), positions(others), positions(kept));
 }
 
 // Whether `object` is a list of the same objects; none of them is looked at.
@@ -221,8 +224,8 @@ void bind_tensor_attributes(py::module_& m) {
   m.def("share_grads", &share_grads);
   m.def("same_grads", &same_grads);
   m.def("set_grads", &set_grads, py::arg("tensors"), py::arg("grads") = py::none());
+  m.def("are_first", &are_first);
   m.def("sort_grads", &sort_grads);
-  m.def("empty_unless_same_dtype", &empty_unless_same_dtype);
   m.def("same_objects", &same_objects);
   m.def("written_pairs", &written_pairs);
   m.def("note_equal", &note_equal);

@@ -19,6 +19,7 @@ from .scaler import LossScaler
 from ._state import Setup
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+_TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 class Stash:
@@ -204,7 +205,11 @@ def _namespace(base: type) -> dict[str, Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         self._amp_stash.gradients.clear_model(set_to_none)
-        base.zero_grad(self, *args, **kwargs)
+        if set_to_none and base.zero_grad is _TORCH_ZERO_GRAD:
+            for group in self.param_groups:
+                set_grads(group["params"])
+        else:
+            base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict) -> None:
         earlier = list(self.param_groups)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import (empty_unless_same_dtype, get_grads, same_grads, same_objects, set_grads, share_grads, sort_grads,
+from .._C import (are_first, get_grads, same_grads, same_objects, set_grads, share_grads, sort_grads,
                    take_grads, versions)
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
@@ -286,8 +286,8 @@ class Gradients:
         """Whether a step can read the pairs' new gradients where they are: the first of its kind, and all there is."""
         if self._materialize or self.masters is None or len(self.masters.unshared()) < len(self.masters.masters):
             return False
-        _, to_add, others, kept = sort_grads(new[self._own:], earlier[self._own:])
-        return len(self._carriers) - self._own == len(self.masters.masters) and not (to_add or others or kept)
+        return len(self._carriers) - self._own == len(self.masters.masters) \
+            and are_first(new[self._own:], earlier[self._own:])
 
     def _only_check(self, new: list[Tensor | None], scaler: LossScaler, found_inf: Tensor) -> list[Flags]:
         holders = [holder for holder, grad in zip(self._holders[self._own:], new) if grad is not None]
@@ -355,10 +355,10 @@ def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor | None], earli
     `grad` is not finite. Where there is no `grad`, the holder has `earlier`. `spares`, kept by the caller for its next
     call, saves small tensors from being made again.
     """
-    to_scale, to_add, others, kept = sort_grads(grads, earlier)
+    to_scale, results, to_add, others, kept = sort_grads(grads, earlier, holders, [] if spares is None else spares)
     flags = [((holders[i],), _accumulate_one(holders[i], grads[i], earlier[i], factor, found_inf)) for i in others]
     if to_scale:
-        flags.append(_scale(_at(to_scale, holders), _at(to_scale, grads), factor, found_inf, spares))
+        flags.append(_scale(_at(to_scale, holders), _at(to_scale, grads), results, factor, found_inf))
     if to_add:
         flags.append(_add(_at(to_add, holders), _at(to_add, grads), _at(to_add, earlier), factor, found_inf))
     if kept:
@@ -371,9 +371,8 @@ def _at(positions: Sequence[int], values: Sequence[Tensor | None]) -> Sequence[T
     return values if len(positions) == len(values) else [values[i] for i in positions]
 
 
-def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor,
-           spares: list[Tensor | None] | None) -> Flags:
-    results = empty_unless_same_dtype(grads, holders, [] if spares is None else spares)
+def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], results: Sequence[Tensor], factor: Tensor,
+           found_inf: Tensor) -> Flags:
     per_tensor = found_inf.new_zeros(len(grads))
     multi_tensor_scale(_local(grads), _local(results), found_inf, factor, per_tensor)
     set_grads(holders, results)

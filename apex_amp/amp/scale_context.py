@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._state import Setup, process
 from .amp_optimizer import Stash, stash_of, unscale
 from .cast_state import clear_weight_cache
+from .gradients import is_distributed
 from .model_cast import cast_of
 
 
@@ -114,7 +115,7 @@ def _stashes(optimizers: list) -> list[Stash] | None:
 
 def _scaler(setup: Setup, loss_id: int) -> Any:
     scalers = setup.loss_scalers
-    if not isinstance(loss_id, numbers.Integral) or not 0 <= loss_id < len(scalers):
+    if not isinstance(loss_id, (int, numbers.Integral)) or not 0 <= loss_id < len(scalers):
         raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. "
                          "Tell amp.initialize how many losses there are: num_losses=...")
     return scalers[loss_id]
@@ -122,6 +123,8 @@ def _scaler(setup: Setup, loss_id: int) -> Any:
 
 def _reduction_is_pending(setup: Setup) -> bool:
     """True inside DistributedDataParallel's no_sync(): what this rank has is not what all ranks will have."""
+    if not is_distributed():
+        return False
     for model in setup.alive_models():
         wrapper = cast_of(model).ddp
         ddp = wrapper() if wrapper is not None else None

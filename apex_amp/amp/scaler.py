@@ -105,11 +105,10 @@ class LossScaler:
 
         A static scale counts its clean updates only.
         """
-        if self.dynamic:
-            update_scale_(self.scale_tensor, self.growth_tracker, self.found_inf, GROWTH_FACTOR, BACKOFF_FACTOR,
-                          GROWTH_INTERVAL, self.min_loss_scale, self.max_loss_scale)
-        else:
-            self.growth_tracker.add_(1).mul_((self.found_inf == 0).to(torch.int32))
+        rule = (GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, self.min_loss_scale, self.max_loss_scale)
+        if not self.dynamic:
+            rule = (1.0, 1.0, 2 ** 31 - 1, 0.0, math.inf)
+        update_scale_(self.scale_tensor, self.growth_tracker, self.found_inf, *rule)
 
     def state_dict(self) -> dict[str, float | int]:
         """{"loss_scale": float, "unskipped": int}, as Apex wrote it."""
