@@ -181,38 +181,52 @@ bool same_objects(const py::object& object, const py::list& list) {
   return std::equal(items, items + list.size(), PySequence_Fast_ITEMS(object.ptr()));
 }
 
-// ---- pairs of tensors and the versions [first's, second's] at which they were equal last ----------------------------
+// ---- pairs of tensors, and in a bytearray the versions {first's, second's} at which each pair was equal last -------
 
-PyObject** seen_versions(const py::list& seen, size_t i) { return PySequence_Fast_ITEMS(PyList_GET_ITEM(seen.ptr(), i)); }
+using Versions = std::array<int64_t, 2>;
+
+// Calls visit(i, versions of pair i now, bytes of those seen last) for all pairs, or for those at `positions`.
+template <class Visit>
+void for_each_pair(const char* function, const py::list& first_list, const py::list& second_list,
+                   const py::object& seen, const std::optional<std::vector<size_t>>& positions, Visit visit) {
+  const Tensors firsts(function, first_list), seconds(function, second_list);
+  require_size(function, seconds, firsts.size());
+  if (!PyByteArray_Check(seen.ptr()) || py::len(seen) != firsts.size() * sizeof(Versions)) {
+    throw py::value_error(text(function, ": expected a bytearray of ", sizeof(Versions), " bytes a pair"));
+  }
+  char* const bytes = PyByteArray_AS_STRING(seen.ptr());
+  const auto visit_pair = [&](size_t i) {
+    visit(i, Versions{firsts[i]._version(), seconds[i]._version()}, bytes + i * sizeof(Versions));
+  };
+  if (!positions) {
+    for (size_t i = 0; i < firsts.size(); ++i) visit_pair(i);
+    return;
+  }
+  for (const size_t i : *positions) visit_pair(i);
+}
 
 // Where the first was written since then, and where only the second was.
-std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(const py::list& first_list,
-                                                                  const py::list& second_list, const py::list& seen) {
-  const Tensors firsts("written_pairs", first_list), seconds("written_pairs", second_list);
-  require_size("written_pairs", firsts, seen.size());
-  require_size("written_pairs", seconds, seen.size());
+std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(
+    const py::list& firsts, const py::list& seconds, const py::object& seen,
+    const std::optional<std::vector<size_t>>& positions) {
   std::vector<size_t> by_first, by_second;
-  for (size_t i = 0; i < seen.size(); ++i) {
-    PyObject* const* const versions = seen_versions(seen, i);
-    if (firsts[i]._version() != PyLong_AsLongLong(versions[0])) {
+  for_each_pair("written_pairs", firsts, seconds, seen, positions, [&](size_t i, const Versions& now, const char* bytes) {
+    Versions last;
+    memcpy(&last, bytes, sizeof(last));
+    if (now[0] != last[0]) {
       by_first.push_back(i);
-    } else if (seconds[i]._version() != PyLong_AsLongLong(versions[1])) {
+    } else if (now[1] != last[1]) {
       by_second.push_back(i);
     }
-  }
+  });
   return {by_first, by_second};
 }
 
-// Takes them for equal now.
-void note_equal(const py::list& first_list, const py::list& second_list, const py::list& seen) {
-  const Tensors firsts("note_equal", first_list), seconds("note_equal", second_list);
-  require_size("note_equal", firsts, seen.size());
-  require_size("note_equal", seconds, seen.size());
-  for (size_t i = 0; i < seen.size(); ++i) {
-    PyObject** const versions = seen_versions(seen, i);
-    Py_SETREF(versions[0], PyLong_FromLongLong(firsts[i]._version()));
-    Py_SETREF(versions[1], PyLong_FromLongLong(seconds[i]._version()));
-  }
+// Takes the pairs for equal now.
+void note_equal(const py::list& firsts, const py::list& seconds, const py::object& seen,
+                const std::optional<std::vector<size_t>>& positions) {
+  for_each_pair("note_equal", firsts, seconds, seen, positions,
+                [](size_t, const Versions& now, char* bytes) { memcpy(bytes, &now, sizeof(now)); });
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterable, Iterator, Sequence
+import struct
+import weakref
+from typing import Any, ClassVar, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,6 @@ from torch import nn
 
 from .._C import note_equal, written_pairs
 from ..multi_tensor import multi_tensor_copy
-
-
-# Masters, their model parameters, and the versions [master's, model parameter's] of each pair when it was equal last.
-Pairs = tuple[list[nn.Parameter], list[nn.Parameter], list[list[int]]]
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -33,20 +31,23 @@ class MasterWeights:
 
     # Whether some master in this process has ever belonged to two optimizers; such a one has `_amp_is_shared`.
     any_is_shared = False
+    _alive: ClassVar[weakref.WeakSet[MasterWeights]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
         self._master_index: dict[int, int] = {}
-        # Kept on the master too: a parameter in two optimizers is one pair.
-        self._seen: list[list[int]] = []
-        self._pairs: Pairs = self.masters, self.model_params, self._seen
+        # The versions (int64) of each pair, master's and model parameter's, when it was equal last.
+        self._seen = bytearray()
+        MasterWeights._alive.add(self)
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where given."""
         master = master_of(parameter)
         if master is not None:
+            for other in MasterWeights._alive:
+                other.sync([parameter])
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
             # Not detach(): it would share the version counter of what it was detached from.
@@ -61,7 +62,7 @@ class MasterWeights:
         # The parameter finds its master, and carries the master's FP32 gradient as its own.
         parameter._amp_master = master
         parameter.grad_dtype = None
-        self._seen.append(vars(master).setdefault("_amp_seen", [master._version, parameter._version]))
+        self._seen += struct.pack("qq", master._version, parameter._version)
 
     def unshared(self) -> list[nn.Parameter]:
         """The masters that no other optimizer has."""
@@ -82,20 +83,20 @@ class MasterWeights:
 
         Costs two integer comparisons a pair when nothing was written.
         """
-        pairs = self._pairs if parameters is None else self._pairs_of(parameters)
-        by_step, by_model = written_pairs(*pairs)
-        if by_step:
-            _push(*_select(pairs, by_step))
-        if by_model:
-            _pull(*_select(pairs, by_model))
+        positions = None if parameters is None else self._positions(parameters)
+        written, model_written = written_pairs(self.masters, self.model_params, self._seen, positions)
+        if written:
+            self._push(written)
+        if model_written:
+            self._pull(model_written)
 
     def push(self) -> None:
         """Overwrites the model's values by the masters', whatever the counters say."""
-        _push(*self._pairs)
+        self._push(None)
 
     def pull(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the model's values of `parameters` over into their masters."""
-        _pull(*self._pairs_of(parameters))
+        self._pull(self._positions(parameters))
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
@@ -111,7 +112,7 @@ class MasterWeights:
 
     def note_written(self, masters: list[torch.Tensor]) -> None:
         """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
-        note_equal(*_select(self._pairs, [self._master_index[id(master)] for master in masters]))
+        self._note_equal([self._master_index[id(master)] for master in masters])
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
@@ -119,9 +120,34 @@ class MasterWeights:
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
 
-    def _pairs_of(self, parameters: Iterable[nn.Parameter]) -> Pairs:
-        return _select(self._pairs, [self._index[id(parameter)] for parameter in parameters
-                                     if id(parameter) in self._index])
+    def _positions(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        return [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
+
+    def _pairs(self, positions: list[int] | None) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        if positions is None:
+            return self.masters, self.model_params
+        return [self.masters[i] for i in positions], [self.model_params[i] for i in positions]
+
+    def _push(self, positions: list[int] | None) -> None:
+        with torch.set_grad_enabled(False):  # half the cost of no_grad()
+            multi_tensor_copy(*self._pairs(positions))
+        self._note_equal(positions)
+
+    def _pull(self, positions: list[int]) -> None:
+        with torch.no_grad():
+            for master, parameter in zip(*self._pairs(positions)):
+                master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
+        self._note_equal(positions)
+
+    def _note_equal(self, positions: list[int] | None) -> None:
+        note_equal(self.masters, self.model_params, self._seen, positions)
+        if not MasterWeights.any_is_shared:
+            return
+        masters, _ = self._pairs(positions)
+        for other in MasterWeights._alive:
+            index = other._master_index
+            note_equal(other.masters, other.model_params, other._seen,
+                       [index[id(master)] for master in masters if id(master) in index])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         self.sync()
@@ -141,25 +167,6 @@ class MasterWeights:
         MasterWeights.__init__(self)
         for parameter, master in state["pairs"]:
             self._append(parameter, master)
-        note_equal(*self._pairs)
-
-
-def _select(pairs: Pairs, positions: list[int]) -> Pairs:
-    masters, model_params, seen = ([values[i] for i in positions] for values in pairs)
-    return masters, model_params, seen
-
-
-def _push(masters: list[nn.Parameter], model_params: list[nn.Parameter], seen: list[list[int]]) -> None:
-    with torch.set_grad_enabled(False):  # half the cost of no_grad()
-        multi_tensor_copy(masters, model_params)
-    note_equal(masters, model_params, seen)
-
-
-def _pull(masters: list[nn.Parameter], model_params: list[nn.Parameter], seen: list[list[int]]) -> None:
-    with torch.no_grad():
-        for master, parameter in zip(masters, model_params):
-            master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
-    note_equal(masters, model_params, seen)
 
 
 # --- state_dict of a model whose parameters have masters --------------------------------------------------------------
