@@ -33,6 +33,8 @@ class Stash:
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
         self._unsettled: list[Overflow] = []
+        # How many masters got no gradient when this was last looked into.
+        self.missing = 0
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
         # Scripts written for Apex set this after asking for masters early; here they exist from the start.
@@ -338,6 +340,19 @@ def _prepare(stash: Stash) -> None:
         stash.setup.warn(f"the gradients of {len(outside)} low-precision parameters ({listed}, ...) came from a "
                          "backward outside amp.scale_loss: they are used as they are, and small ones have become zero. "
                          "Wrap it: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()")
+    if stash.gradients.missing != stash.missing:
+        stash.missing = stash.gradients.missing
+        _warn_of_replaced(stash)
+
+
+def _warn_of_replaced(stash: Stash) -> None:
+    known = {id(parameter) for model in stash.setup.alive_models() for parameter in model.parameters()}
+    lost = [parameter for parameter in stash.masters.model_params if id(parameter) not in known]
+    if known and lost:
+        stash.setup.warn(f"{len(lost)} parameters with FP32 masters are in no model that went through amp.initialize, "
+                         f"the first of shape {tuple(lost[0].shape)}. One assigned to a module afterwards "
+                         "(module.weight = nn.Parameter(...)) is not trained: copy into the parameter that is there, "
+                         "or assign before amp.initialize")
 
 
 def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
@@ -371,8 +386,8 @@ class _OverflowInClosure(BaseException):
 class _Closure:
     """The user's closure, called when the optimizer calls it, with casts on; an overflow in it ends the step.
 
-    That can be done silently only while the parameters are what they were. LBFGS calls its closure again after moving
-    them; sharpness-aware optimizers move them first.
+    That can be done silently only while the parameters are what they were, which their versions tell: a move through
+    `.data` is not seen. LBFGS calls its closure again after moving them; sharpness-aware optimizers move them first.
     """
 
     def __init__(self, closure: Callable[[], Any], optimizer: Any) -> None:

@@ -60,6 +60,8 @@ class Gradients:
         self._unmaterialized: tuple[ScaledBy, list[Tensor], list[int]] | None = None
         # What each model parameter and its master shared when this was last looked at.
         self._shared: list[Tensor | None] = []
+        # How many holders got no gradient in the last block.
+        self.missing = 0
         # Small FP32 gradients to be written again, once nobody else has them.
         self._spares: list[Tensor | None] = []
         self._forget_parameters()
@@ -145,6 +147,7 @@ class Gradients:
         if scaler.is_identity:
             new[:self._own] = [None if before is None else grad for grad, before in zip(new[:self._own], earlier)]
         flags += _accumulate(self._holders[:len(new)], new, earlier, scaler.inv_scale(), found_inf, self._spares)
+        self.missing = len(self._holders) - sum(len(holders) for holders, _ in flags)
         if self._unmaterialized is None:
             self._share()
         _reduce_over_meshes(self._holders, found_inf)
