@@ -19,13 +19,12 @@ std::vector<ListArgument> with_copies(std::vector<ListArgument> arguments, py::h
 // The arguments that all update rules take alike.
 struct StepArguments {
   StepArguments(Call& call, const TensorLists& lists, py::handle found_inf, py::handle inv_scale, py::handle lr)
-      : device(lists.size() ? lists.tensor(0, 0).device() : at::Device(at::kCPU)),
-        found_inf_(call.optional_scalar(found_inf, "found_inf", 0.0f)),
+      : device(lists.device()), found_inf_(call.optional_scalar(found_inf, "found_inf", 0.0f)),
         inv_scale_(call.optional_scalar(inv_scale, "inv_scale", 1.0f)), lr_(call.scalar(lr, "lr")) {
-    for (int64_t i = 0; i < lists.size(); ++i) {
-      if (lists.tensor(0, i).device() == device) continue;
-      call.fail<py::value_error>(text("grads[", i, "]"), text("device ", device, " like grads[0]"),
-                                 text(lists.tensor(0, i).device()));
+    for (const Group& group : lists.groups()) {
+      if (group.device == device) continue;
+      call.fail<py::value_error>(text("grads[", group.index[0], "]"), text("device ", device, " like grads[0]"),
+                                 text(group.device));
     }
   }
 
@@ -54,10 +53,9 @@ class StepCounts {
     }
     for (int64_t i = 0; i < updated.size(); ++i) {
       const at::Tensor& step = lists_->tensor(0, i);
-      const at::Device device = updated.tensor(0, i).device();
-      if (step.numel() == 1 && step.device() == device && lists_->all_of(i, at::kFloat)) continue;
+      if (step.numel() == 1 && step.device() == updated.device() && lists_->all_of(i, at::kFloat)) continue;
       call.fail<py::value_error>(text("steps[", i, "]"),
-                                 text("one element of float32 on ", device, " like grads[", i, "]"),
+                                 text("one element of float32 on ", updated.device(), " like grads[", i, "]"),
                                  text("shape ", step.sizes(), " on ", step.device(), ", ", lists_->dtype_names(i)));
     }
   }
@@ -252,9 +250,42 @@ bool multi_tensor_adagrad(py::handle grads, py::handle params, py::handle sums, 
   return true;
 }
 
+// Whether all lists hold torch.Tensors and Parameters only, no other subclass and no None, that are dense, of a dtype
+// that the update rules take, and on one device.
+bool are_plain(const py::args& lists) {
+  std::optional<at::Device> device;
+  for (const py::handle list : lists) {
+    for (const py::handle object : py::reinterpret_borrow<py::list>(list)) {
+      if (!THPVariable_CheckExact(object.ptr())) return false;
+      const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+      const std::optional<DType> dtype = dtype_tag(tensor.scalar_type());
+      if (!dtype || *dtype == DType::kDouble || tensor.layout() != at::kStrided) return false;
+      if (tensor.device() != device.value_or(tensor.device())) return false;
+      device = tensor.device();
+    }
+  }
+  return true;
+}
+
+// For each key the list of what the dicts in `states` have there, None where that is nothing.
+std::vector<py::list> state_lists(const py::list& states, const py::args& keys) {
+  std::vector<py::list> lists;
+  for (size_t k = 0; k < keys.size(); ++k) lists.emplace_back(states.size());
+  for (size_t i = 0; i < states.size(); ++i) {
+    for (size_t k = 0; k < keys.size(); ++k) {
+      PyObject* value = PyDict_GetItemWithError(PyList_GET_ITEM(states.ptr(), i), PyTuple_GET_ITEM(keys.ptr(), k));
+      if (!value && PyErr_Occurred()) throw py::error_already_set();
+      PyList_SET_ITEM(lists[k].ptr(), i, py::handle(value ? value : Py_None).inc_ref().ptr());
+    }
+  }
+  return lists;
+}
+
 }  // namespace
 
 void bind_optimizers(py::module_& m) {
+  m.def("are_plain", &are_plain);
+  m.def("state_lists", &state_lists);
   m.def("multi_tensor_adam", &multi_tensor_adam);
   m.def("multi_tensor_sgd", &multi_tensor_sgd);
   m.def("multi_tensor_lamb", &multi_tensor_lamb);

@@ -14,10 +14,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -99,19 +101,19 @@ struct Call {
     throw Error(text(op, ": ", argument, ": expected ", expected, ", got ", got));
   }
 
-  const at::Tensor& tensor(py::handle object, const char* argument, int64_t index = -1) {
-    if (!THPVariable_Check(object.ptr())) {
-      fail<py::type_error>(index < 0 ? argument : text(argument, "[", index, "]"), "a torch.Tensor",
-                           Py_TYPE(object.ptr())->tp_name);
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    direct = direct && !is_indirect(tensor) && has_kernels(tensor.device());
-    return tensor;
+  void require_tensor(PyObject* object, const char* argument, int64_t index = -1) const {
+    if (THPVariable_Check(object)) return;
+    fail<py::type_error>(index < 0 ? argument : text(argument, "[", index, "]"), "a torch.Tensor",
+                         Py_TYPE(object)->tp_name);
   }
+
+  void look_at(const at::Tensor& tensor) { direct = direct && !is_indirect(tensor) && has_kernels(tensor.device()); }
 
   // Flags, scales and counters: contiguous, of one dtype and a given number of elements.
   const at::Tensor& vector(py::handle object, const char* argument, at::ScalarType dtype, int64_t numel) {
-    const at::Tensor& result = tensor(object, argument);
+    require_tensor(object.ptr(), argument);
+    const at::Tensor& result = THPVariable_Unpack(object.ptr());
+    look_at(result);
     if (result.scalar_type() != dtype) {
       fail<py::type_error>(argument, text("dtype ", dtype_name(dtype)), dtype_name(result.scalar_type()));
     }
@@ -166,36 +168,32 @@ struct Group {
   }
 };
 
-// Lists that an op walks in step. The constructor checks and groups them, one position after the other because
-// thousands of tensors outgrow the caches; groups() is complete only when the call is direct. finish() comes after
-// the executors.
+// Lists that an op walks in step. The constructor checks and groups them; groups() is complete only when the call is
+// direct. finish() comes after the executors.
 class TensorLists {
  public:
   TensorLists(Call& call, std::vector<ListArgument> arguments, bool doubles)
-      : call_(call), arguments_(std::move(arguments)) {
-    for (const ListArgument& argument : arguments_) unpack_list(argument);
-    for (int64_t i = 0; i < size(); ++i) {
-      for (size_t l = 0; l < lists_.size(); ++l) {
-        lists_[l][i] = &call_.tensor(PyTuple_GET_ITEM(held_[l].ptr(), i), arguments_[l].name, i);
-        check_tensor(l, i, doubles);
-      }
-      if (call_.direct && tensor(0, i).numel() != 0) add_to_group(i);
+      : call_(call), arguments_(std::move(arguments)), doubles_(doubles) {
+    for (size_t l = 0; l < arguments_.size(); ++l) unpack_list(l);
+    for (int64_t i = 0; i < size_; ++i) {
+      for (size_t l = 0; l < arguments_.size(); ++l) check_tensor(l, i);
+      if (call_.direct && tensor(0, i).numel() != 0) add(i);
+      if (i == 0 && add_all_like_first()) break;
     }
   }
 
-  int64_t size() const { return static_cast<int64_t>(lists_[0].size()); }
-  const at::Tensor& tensor(size_t list, int64_t i) const { return *lists_[list][i]; }
-  std::array<DType, kMaxLists> dtypes(int64_t i) const {
-    std::array<DType, kMaxLists> dtypes{};
-    for (size_t l = 0; l < lists_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
-    return dtypes;
-  }
+  int64_t size() const { return size_; }
+  const at::Tensor& tensor(size_t list, int64_t i) const { return THPVariable_Unpack(items_[list][i]); }
+  at::Device device() const { return size_ ? tensor(0, 0).device() : at::Device(at::kCPU); }
   bool all_of(int64_t i, at::ScalarType dtype) const {
-    return std::all_of(lists_.begin(), lists_.end(), [&](const auto& list) { return list[i]->scalar_type() == dtype; });
+    for (size_t l = 0; l < arguments_.size(); ++l) {
+      if (tensor(l, i).scalar_type() != dtype) return false;
+    }
+    return true;
   }
   std::string dtype_names(int64_t i) const {
     std::string names;
-    for (size_t l = 0; l < lists_.size(); ++l) {
+    for (size_t l = 0; l < arguments_.size(); ++l) {
       names += text(l ? ", " : "", arguments_[l].name, " ", dtype_name(tensor(l, i).scalar_type()));
     }
     return names;
@@ -209,43 +207,92 @@ class TensorLists {
     groups_.clear();
     stand_ins_.clear();
     written_stand_ins_.clear();
-    for (int64_t i = 0; i < size(); ++i) {
-      if (tensor(0, i).numel() != 0) add_to_group(i);
+    for (int64_t i = 0; i < size_; ++i) {
+      if (tensor(0, i).numel() != 0) add(i);
     }
   }
 
   // Writes stand-ins back and counts the writes in the tensors' versions.
   void finish() {
     for (auto& [strided, dense] : written_stand_ins_) strided.copy_(dense);
-    for (size_t l = 0; l < lists_.size(); ++l) {
-      if (!arguments_[l].written) continue;
-      for (const at::Tensor* tensor : lists_[l]) bump_version(*tensor);
-    }
+    at::parallel_for(0, size_, kGrainSize, [&](int64_t begin, int64_t end) {
+      for (size_t l = 0; l < arguments_.size(); ++l) {
+        for (int64_t i = begin; i < end && arguments_[l].written; ++i) bump_version(tensor(l, i));
+      }
+    });
   }
 
  private:
+  // Positions that are worth another thread: each tensor's object, TensorImpl, storage and version lie in cache lines of
+  // their own, so that a walk over thousands mostly waits for memory.
+  static constexpr int64_t kGrainSize = 1024;
+
+  const c10::TensorImpl& impl(size_t l, int64_t i) const { return *tensor(l, i).unsafeGetTensorImpl(); }
   std::string name(size_t list, int64_t i) const { return text(arguments_[list].name, "[", i, "]"); }
 
-  void unpack_list(const ListArgument& argument) {
-    PyObject* object = argument.object.ptr();
-    if (!PyList_Check(object) && !PyTuple_Check(object)) {
-      call_.fail<py::type_error>(argument.name, "a list of tensors", Py_TYPE(object)->tp_name);
+  void unpack_list(size_t l) {
+    const auto& [name, argument, written] = arguments_[l];
+    if (!PyList_Check(argument.ptr()) && !PyTuple_Check(argument.ptr())) {
+      call_.fail<py::type_error>(name, "a list of tensors", Py_TYPE(argument.ptr())->tp_name);
     }
     // The tuple keeps the tensors alive while the GIL is released and other threads may change the list.
-    held_.push_back(py::reinterpret_steal<py::object>(PySequence_Tuple(object)));
-    lists_.emplace_back(PyTuple_GET_SIZE(held_.back().ptr()));
-    if (lists_.back().size() != lists_[0].size()) {
-      call_.fail<py::value_error>(argument.name, text(lists_[0].size(), " tensors like ", arguments_[0].name),
-                                  text(lists_.back().size()));
+    held_.push_back(py::reinterpret_steal<py::object>(PySequence_Tuple(argument.ptr())));
+    items_[l] = PySequence_Fast_ITEMS(held_[l].ptr());
+    const int64_t size = PyTuple_GET_SIZE(held_[l].ptr());
+    if (l == 0) size_ = size;
+    if (size != size_) {
+      call_.fail<py::value_error>(name, text(size_, " tensors like ", arguments_[0].name), text(size));
     }
+    for (int64_t i = 0; i < size; ++i) call_.require_tensor(items_[l][i], name, i);
   }
 
-  void check_tensor(size_t l, int64_t i, bool doubles) const {
-    const at::Tensor& tensor = *lists_[l][i];
-    const at::Tensor& first = *lists_[0][i];
+  // The short way for lists of plain tensors: adds all positions if they have contiguous tensors that differ from the
+  // first position's, which has been checked, in nothing but a shape; false: each has to be looked at.
+  bool add_all_like_first() {
+    if (groups_.empty() || !stand_ins_.empty()) return false;
+    Group& group = groups_[0];
+    group.sizes.resize(size_);
+    group.index.resize(size_);
+    for (size_t l = 0; l < arguments_.size(); ++l) group.data[l].resize(size_);
+    std::atomic<bool> alike{true};
+    at::parallel_for(0, size_, kGrainSize, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (!is_like_first(i)) return alike.store(false, std::memory_order_relaxed);
+        group.sizes[i] = impl(0, i).numel();
+        group.index[i] = i;
+        for (size_t l = 0; l < arguments_.size(); ++l) group.data[l][i] = data(l, tensor(l, i));
+      }
+    });
+    if (alike) return true;
+    group.sizes.resize(1);
+    group.index.resize(1);
+    for (size_t l = 0; l < arguments_.size(); ++l) group.data[l].resize(1);
+    return false;
+  }
+
+  bool is_like_first(int64_t i) const {
+    for (size_t l = 0; l < arguments_.size(); ++l) {
+      const c10::TensorImpl& tensor = impl(l, i);
+      const c10::TensorImpl& first = impl(l, 0);
+      // The keys tell layout, views that negate, and whether the values are in memory of its own.
+      if (tensor.key_set() != first.key_set() || tensor.dtype() != first.dtype() ||
+          tensor.device() != first.device() || !tensor.is_contiguous() || tensor.sizes() != impl(0, i).sizes() ||
+          tensor.numel() == 0) return false;
+      if (!arguments_[l].written) continue;
+      // A lazy copy is copied where it is first written, which is no work for several threads.
+      if (c10::impl::cow::is_cow_data_ptr(tensor.unsafe_storage().data_ptr()) ||
+          (refuses_grad_ && tensor.requires_grad())) return false;
+    }
+    return true;
+  }
+
+  void check_tensor(size_t l, int64_t i) const {
+    const at::Tensor& tensor = this->tensor(l, i);
+    const at::Tensor& first = this->tensor(0, i);
+    call_.look_at(tensor);
     const std::optional<DType> dtype = dtype_tag(tensor.scalar_type());
-    if (!dtype || (*dtype == DType::kDouble && !doubles)) {
-      const char* expected = doubles ? "float16, bfloat16, float32 or float64" : "float16, bfloat16 or float32";
+    if (!dtype || (*dtype == DType::kDouble && !doubles_)) {
+      const char* expected = doubles_ ? "float16, bfloat16, float32 or float64" : "float16, bfloat16 or float32";
       call_.fail<py::type_error>(name(l, i), expected, dtype_name(tensor.scalar_type()));
     }
     if (tensor.layout() != at::kStrided) {
@@ -264,7 +311,7 @@ class TensorLists {
   }
 
   void check_written(const at::Tensor& tensor, size_t l, int64_t i) const {
-    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+    if (refuses_grad_ && tensor.requires_grad()) {
       call_.fail<py::value_error>(name(l, i), "a tensor that doesn't require grad, or a call under torch.no_grad(),"
                                   " because the op writes it in place", "requires_grad=True");
     }
@@ -279,37 +326,42 @@ class TensorLists {
     const at::Tensor& first = tensor(0, i);
     const bool contiguous = first.is_contiguous();
     if (!contiguous && !first.is_non_overlapping_and_dense()) return false;
-    return std::all_of(lists_.begin(), lists_.end(), [&](const auto& list) {
-      return !list[i]->is_neg() &&
-             (contiguous ? list[i]->is_contiguous() : list[i]->strides() == first.strides());
-    });
+    for (size_t l = 0; l < arguments_.size(); ++l) {
+      const at::Tensor& other = tensor(l, i);
+      if (other.is_neg()) return false;
+      if (contiguous ? !other.is_contiguous() : other.strides() != first.strides()) return false;
+    }
+    return true;
   }
 
-  Group& group_for(int64_t i) {
-    const std::array<DType, kMaxLists> dtypes = this->dtypes(i);
+  Group& group_of(int64_t i) {
     const at::Device device = tensor(0, i).device();
-    const auto found = std::find_if(groups_.rbegin(), groups_.rend(), [&](const Group& group) {
+    std::array<DType, kMaxLists> dtypes{};
+    for (size_t l = 0; l < arguments_.size(); ++l) dtypes[l] = *dtype_tag(tensor(l, i).scalar_type());
+    const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const Group& group) {
       return group.device == device && group.dtypes == dtypes;
     });
-    if (found != groups_.rend()) return *found;
+    if (found != groups_.end()) return *found;
     Group& group = groups_.emplace_back(Group{device, dtypes, {}, {}, {}});
-    group.sizes.reserve(size());
-    group.index.reserve(size());
-    for (size_t l = 0; l < lists_.size(); ++l) group.data[l].reserve(size());
+    group.sizes.reserve(size_);
+    group.index.reserve(size_);
+    for (size_t l = 0; l < arguments_.size(); ++l) group.data[l].reserve(size_);
     return group;
   }
 
-  void add_to_group(int64_t i) {
-    Group& group = group_for(i);
+  void add(int64_t i) {
+    Group& group = group_of(i);
     const bool in_place = same_dense_layout(i);
     group.sizes.push_back(tensor(0, i).numel());
     group.index.push_back(i);
-    for (size_t l = 0; l < lists_.size(); ++l) {
-      const at::Tensor& place = in_place ? tensor(l, i) : stand_in(l, i);
-      // A read list gets a void* as well: the executors write through written lists only.
-      group.data[l].push_back(arguments_[l].written ? place.mutable_data_ptr()
-                                                    : const_cast<void*>(place.const_data_ptr()));
+    for (size_t l = 0; l < arguments_.size(); ++l) {
+      group.data[l].push_back(data(l, in_place ? tensor(l, i) : stand_in(l, i)));
     }
+  }
+
+  // A read list gets a void* as well: the executors write through written lists only.
+  void* data(size_t l, const at::Tensor& tensor) const {
+    return arguments_[l].written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
   }
 
   // A contiguous copy, for positions whose tensors are strided or differ in layout.
@@ -322,9 +374,12 @@ class TensorLists {
   }
 
   Call& call_;
-  std::vector<ListArgument> arguments_;
+  const std::vector<ListArgument> arguments_;
+  const bool doubles_;
+  const bool refuses_grad_ = at::GradMode::is_enabled();
   std::vector<py::object> held_;
-  std::vector<std::vector<const at::Tensor*>> lists_;
+  std::array<PyObject* const*, kMaxLists> items_{};
+  int64_t size_ = 0;
   std::vector<Group> groups_;
   std::vector<at::Tensor> stand_ins_;
   std::vector<std::pair<at::Tensor, at::Tensor>> written_stand_ins_;
@@ -365,16 +420,16 @@ void run_on(const char* op, at::Device device, Cpu cpu, [[maybe_unused]] Cuda cu
 #endif
 
 // A flags tensor (found_inf or found_inf_per_tensor; undefined: none) that executors on several devices raise.
-// A CUDA device's own flags are raised in place; all others through zeros that fold_back() merges, so that the
-// version of flags on the host moves only when one is raised.
+// Executors on its own device raise it in place, others through zeros that fold_back() merges. The version of flags on
+// the host moves only when one is raised.
 class Flags {
  public:
-  explicit Flags(at::Tensor flags) : flags_(std::move(flags)) {}
+  explicit Flags(at::Tensor flags) : flags_(std::move(flags)), raised_before_(raised_on_host(flags_)) {}
 
   float* on(at::Device device) {
     if (!flags_.defined()) return nullptr;
-    if (device.is_cuda() && device == flags_.device()) {
-      bump_version(flags_);
+    if (device == flags_.device()) {
+      if (device.is_cuda()) bump_version(flags_);
       return flags_.mutable_data_ptr<float>();
     }
     stand_ins_.push_back(at::zeros_like(flags_, flags_.options().device(device)));
@@ -382,35 +437,35 @@ class Flags {
   }
 
   void fold_back() {
+    if (raised_on_host(flags_) != raised_before_) bump_version(flags_);
     for (const at::Tensor& stand_in : stand_ins_) {
-      if (stand_in.is_cpu() && !any(stand_in)) continue;
+      if (stand_in.is_cpu() && raised_on_host(stand_in) == 0) continue;
       flags_.masked_fill_(stand_in.to(flags_.device()).to(at::kBool), 1.0);
     }
   }
 
  private:
-  static bool any(const at::Tensor& flags) {
-    const float* data = flags.const_data_ptr<float>();
-    return std::any_of(data, data + flags.numel(), [](float flag) { return flag != 0.0f; });
+  static int64_t raised_on_host(const at::Tensor& flags) {
+    if (!flags.defined() || !flags.is_cpu()) return 0;
+    const float* const data = flags.const_data_ptr<float>();
+    return std::count_if(data, data + flags.numel(), [](float flag) { return flag != 0.0f; });
   }
 
   at::Tensor flags_;
+  int64_t raised_before_;
   std::vector<at::Tensor> stand_ins_;
 };
 
 // Refuses, before anything is written, dtypes that Element has no kernel for.
 template <class Element>
 void require_kernels(const Call& call, const TensorLists& lists) {
-  std::array<DType, kMaxLists> checked{};
-  for (int64_t i = 0; i < lists.size(); ++i) {
-    const std::array<DType, kMaxLists> dtypes = lists.dtypes(i);
-    if (i > 0 && dtypes == checked) continue;
-    checked = dtypes;
+  for (const Group& group : lists.groups()) {
     const auto exists = [](auto...) { return Status{}; };
-    if (dispatch_dtypes(dtypes.data(), typename ElementDTypes<Element>::type{}, exists).code == Status::kOk) continue;
-    call.fail<py::type_error>(text("dtypes at position ", i),
+    using DTypes = typename ElementDTypes<Element>::type;
+    if (dispatch_dtypes(group.dtypes.data(), DTypes{}, exists).code == Status::kOk) continue;
+    call.fail<py::type_error>(text("dtypes at position ", group.index[0]),
                               "float32 state, and half-precision model_params of float32 params only",
-                              lists.dtype_names(i));
+                              lists.dtype_names(group.index[0]));
   }
 }
 
