@@ -64,6 +64,12 @@ class MasterWeights:
         parameter.grad_dtype = None
         self._seen += struct.pack("qq", master._version, parameter._version)
 
+    @classmethod
+    def paired(cls, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `tensors` that are one side of a pair in this process."""
+        known = [index for masters in cls._alive for index in (masters._index, masters._master_index)]
+        return [tensor for tensor in tensors if any(id(tensor) in index for index in known)]
+
     def unshared(self) -> list[nn.Parameter]:
         """The masters that no other optimizer has."""
         if not MasterWeights.any_is_shared:
