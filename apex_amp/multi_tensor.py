@@ -95,8 +95,8 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, grow
 
     found_inf not zero: scale *= backoff_factor and the count restarts. Otherwise growth_tracker counts a clean step,
     and at growth_interval scale *= growth_factor and the count restarts, also when max_scale stops the growth. A
-    changed scale is clamped to [min_scale, max_scale]. scale: float32, growth_tracker: int32, one element each, on
-    one device.
+    changed scale is clamped to [min_scale, max_scale]; on a CPU the version of one that did not change stays. scale:
+    float32, growth_tracker: int32, one element each, on one device.
     """
     args = (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
     if is_compiling() or not _C.update_scale_(*args):

@@ -139,13 +139,15 @@ bool update_scale_(py::handle scale, py::handle growth_tracker, py::handle found
   if (!call.direct) return false;
   const at::NoGradGuard no_grad;
   const at::Tensor found_here = found.to(scale_tensor.device());
+  const bool on_host = scale_tensor.is_cpu();
+  const float before = on_host ? *scale_tensor.const_data_ptr<float>() : 0.0f;
   const UpdateScaleArgs args{scale_tensor.mutable_data_ptr<float>(), tracker.mutable_data_ptr<int32_t>(),
                              found_here.const_data_ptr<float>(), static_cast<float>(growth_factor),
                              static_cast<float>(backoff_factor), static_cast<int32_t>(growth_interval),
                              static_cast<float>(min_scale), static_cast<float>(max_scale)};
   run_on(call.op, scale_tensor.device(), [&] { return update_scale_cpu(args); },
          APEX_AMP_ON_CUDA(update_scale_cuda(args, stream)));
-  bump_version(scale_tensor);
+  if (!on_host || *scale_tensor.const_data_ptr<float>() != before) bump_version(scale_tensor);
   bump_version(tracker);
   return true;
 }

@@ -429,16 +429,16 @@ void run_on(const char* op, at::Device device, Cpu cpu, [[maybe_unused]] Cuda cu
 #endif
 
 // A flags tensor (found_inf or found_inf_per_tensor; undefined: none) that executors on several devices raise.
-// A CUDA device's own flags are raised in place; all others through zeros that fold_back() merges, so that the
-// version of flags on the host moves only when one is raised.
+// Executors on its own device raise it in place, others through zeros that fold_back() merges. The version of flags on
+// the host moves only when one is raised.
 class Flags {
  public:
-  explicit Flags(at::Tensor flags) : flags_(std::move(flags)) {}
+  explicit Flags(at::Tensor flags) : flags_(std::move(flags)), raised_before_(raised_on_host(flags_)) {}
 
   float* on(at::Device device) {
     if (!flags_.defined()) return nullptr;
-    if (device.is_cuda() && device == flags_.device()) {
-      bump_version(flags_);
+    if (device == flags_.device()) {
+      if (device.is_cuda()) bump_version(flags_);
       return flags_.mutable_data_ptr<float>();
     }
     stand_ins_.push_back(at::zeros_like(flags_, flags_.options().device(device)));
@@ -446,19 +446,22 @@ class Flags {
   }
 
   void fold_back() {
+    if (raised_on_host(flags_) != raised_before_) bump_version(flags_);
     for (const at::Tensor& stand_in : stand_ins_) {
-      if (stand_in.is_cpu() && !any(stand_in)) continue;
+      if (stand_in.is_cpu() && raised_on_host(stand_in) == 0) continue;
       flags_.masked_fill_(stand_in.to(flags_.device()).to(at::kBool), 1.0);
     }
   }
 
  private:
-  static bool any(const at::Tensor& flags) {
-    const float* data = flags.const_data_ptr<float>();
-    return std::any_of(data, data + flags.numel(), [](float flag) { return flag != 0.0f; });
+  static int64_t raised_on_host(const at::Tensor& flags) {
+    if (!flags.defined() || !flags.is_cpu()) return 0;
+    const float* const data = flags.const_data_ptr<float>();
+    return std::count_if(data, data + flags.numel(), [](float flag) { return flag != 0.0f; });
   }
 
   at::Tensor flags_;
+  int64_t raised_before_;
   std::vector<at::Tensor> stand_ins_;
 };
 

@@ -356,22 +356,6 @@ def test_an_amp_model_looks_like_its_class(level):
     assert type(fresh) is Net and fresh.conv.weight.dtype is torch.float32 and "_amp_cast" not in vars(fresh)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_that_asks_for_its_own_class(level):
-    class Twice(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super(self.__class__, self).forward(x)
-
-    model = Twice(3, 2)
-    x = torch.randn(4, 3)
-    expected = model(x)
-    model = initialize(model, level)
-    torch.testing.assert_close(model(x).float(), expected, rtol=1e-2, atol=1e-2)
-    assert model.__class__ is Twice and copy.deepcopy(model).__class__ is Twice and isinstance(model, Twice)
-    amp.shutdown()
-    assert type(model) is Twice
-
-
 def test_registries_and_metaclasses_do_not_hear_of_the_generated_class():
     registered = []
 

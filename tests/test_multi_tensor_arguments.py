@@ -157,10 +157,12 @@ def test_found_inf_s_version_moves_only_when_it_is_raised():
     assert found_inf._version > 0 and flags._version > 0
 
 
-def test_update_scale_s_versions_move():
+def test_the_scale_s_version_moves_only_when_the_scale_does():
     scale, tracker, found_inf = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32), found()
     update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2, 1.0, 8.0)
-    assert scale._version > 0 and tracker._version > 0 and found_inf._version == 0
+    assert scale._version == 0 and tracker._version > 0 and found_inf._version == 0
+    update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2, 1.0, 8.0)
+    assert scale.item() == 8.0 and scale._version > 0 and found_inf._version == 0
 
 
 def test_backward_notices_that_a_saved_tensor_was_written():

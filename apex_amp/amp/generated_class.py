@@ -15,9 +15,8 @@ from typing import Any, Callable, Iterator
 def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[str, Any]]) -> type:
     """The subclass of `base` for `role`, made at the first request: one per base and role, freed with its base.
 
-    It looks like its base (`__name__`, `__qualname__`, `__module__`, `__doc__`), `obj.__class__` is the base, so that
-    `super(self.__class__, self)` ends there, and calling it makes a plain instance of the base: `type(model)(...)` is a
-    fresh, uninitialized model. Registries that the base keeps of its subclasses,
+    It looks like its base (`__name__`, `__qualname__`, `__module__`, `__doc__`), and calling it makes a plain instance
+    of the base: `type(model)(...)` is a fresh, uninitialized model. Registries that the base keeps of its subclasses,
     in `__init_subclass__` or in a metaclass, do not hear of it.
     """
     for existing in type.__subclasses__(base):
@@ -37,7 +36,7 @@ def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[
     metaclass = type(type(base).__name__, (type(base),), {"__call__": call_base, "__signature__": property(signature)})
     namespace = {
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "_amp_role": role,
-        "__class__": property(base_of, object.__dict__["__class__"].__set__), **make_namespace(base),
+        **make_namespace(base),
     }
     # An abstract base class needs ABCMeta's own construction; a user's metaclass is passed over.
     make = abc.ABCMeta.__new__ if issubclass(metaclass, abc.ABCMeta) else type.__new__

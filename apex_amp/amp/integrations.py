@@ -27,7 +27,6 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _recompute_in_forward_state(replace)
     _backward_in_forward_state(replace)
     _custom_functions_see_casts(replace)
-    _no_casts_in_saved_tensor_hooks(replace)
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
@@ -120,18 +119,6 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-def _no_casts_in_saved_tensor_hooks(replace: Replace) -> None:
-    """A hook must give back what was saved, in its type; `.cpu()`, which hooks are there for, makes FP32 of half."""
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    original = hooks.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
-        original(self, _C.cast_scope(None)(pack_hook), _C.cast_scope(None)(unpack_hook))
-
-    replace(hooks, "__init__", __init__)
-
-
 def _no_casts_in_data_workers(replace: Replace) -> None:
     original = data_worker._worker_loop
 
@@ -184,15 +171,9 @@ def _saved_tensors_keep_their_types(replace: Replace) -> None:
     """What hooks pack and unpack for the backward, as `save_on_cpu` does with .cpu(), is no step of the model."""
     original = torch.autograd.graph.saved_tensors_hooks.__init__
 
-    def without_casts(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(value: Any) -> Any:
-            with _C.cast_scope(None):
-                return hook(value)
-        return run
-
     @functools.wraps(original)
     def __init__(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
-        original(self, without_casts(pack_hook), without_casts(unpack_hook))
+        original(self, _C.cast_scope(None)(pack_hook), _C.cast_scope(None)(unpack_hook))
 
     replace(torch.autograd.graph.saved_tensors_hooks, "__init__", __init__)
 

@@ -21,7 +21,7 @@ from . import patching
 from ._state import process, refresh_cast_devices
 from .cast_state import cast_scope
 from .generated_class import base_of, generate_class
-from .master_weights import FP32StateDict, MasterWeights
+from .master_weights import FP32StateDict, MasterWeights, master_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +119,11 @@ def _namespace(base: type) -> dict[str, Any]:
             return base._apply(self, *args, **kwargs)
         cast.sync()
         before = _dtypes(self)
+        with_masters = [parameter for parameter in self.parameters() if master_of(parameter) is not None]
         moved = base._apply(self, *args, **kwargs)
+        if not set(map(id, with_masters)).issubset(map(id, self.parameters())):
+            raise RuntimeError("this call replaced the model's parameters by new ones, as to(\"meta\") does, while the "
+                               "optimizer goes on training the FP32 masters of the old: call it before amp.initialize")
         for masters in cast.masters:
             masters.follow()
         if _dtypes(self) != before:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._state import Setup, process
 from .amp_optimizer import Stash, stash_of, unscale
 from .cast_state import clear_weight_cache
+from .gradients import is_distributed
 from .model_cast import cast_of
 
 
@@ -44,8 +45,9 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
         IndexError: `loss_id` out of range.
         TypeError: `loss` is not a floating tensor.
     """
-    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    listed = list({id(optimizer): optimizer for optimizer in listed}.values())
+    listed = [optimizers]
+    if isinstance(optimizers, (list, tuple)):
+        listed = list({id(optimizer): optimizer for optimizer in optimizers}.values())
     stashes = _stashes(listed)
     if stashes is None:
         yield loss
@@ -110,20 +112,21 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
 def _stashes(optimizers: list) -> list[Stash] | None:
     """amp's state of each optimizer; None where the latest initialize had enabled=False."""
     stashes = [stash_of(optimizer) for optimizer in optimizers]
-    if process.latest is None and not any(stashes):
-        if process.was_initialized:
-            return None
-        raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
-                           "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
-    if not optimizers:
-        raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty list")
-    for index, (optimizer, stash) in enumerate(zip(optimizers, stashes)):
-        if stash is None:
-            which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
-            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through "
-                               "amp.initialize. Pass it there together with its model, and use the optimizer that "
-                               "initialize returns")
-    if any(stash.setup is not stashes[0].setup for stash in stashes):
+    if None in stashes or not stashes:
+        if process.latest is None and not any(stashes):
+            if process.was_initialized:
+                return None
+            raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
+                               "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
+        if not stashes:
+            raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty "
+                               "list")
+        index = stashes.index(None)
+        which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
+        raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizers[index]).__name__}) did not go through "
+                           "amp.initialize. Pass it there together with its model, and use the optimizer that "
+                           "initialize returns")
+    if len(stashes) > 1 and any(stash.setup is not stashes[0].setup for stash in stashes):
         raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss "
                            "scales differ; use one scale_loss block for each call")
     return stashes
@@ -131,7 +134,7 @@ def _stashes(optimizers: list) -> list[Stash] | None:
 
 def _scaler(setup: Setup, loss_id: int) -> Any:
     scalers = setup.loss_scalers
-    if not isinstance(loss_id, numbers.Integral) or not 0 <= loss_id < len(scalers):
+    if not isinstance(loss_id, (int, numbers.Integral)) or not 0 <= loss_id < len(scalers):
         raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. "
                          "Tell amp.initialize how many losses there are: num_losses=...")
     return scalers[loss_id]
@@ -139,6 +142,8 @@ def _scaler(setup: Setup, loss_id: int) -> Any:
 
 def _reduction_is_pending(setup: Setup) -> bool:
     """True inside DistributedDataParallel's no_sync(): what this rank has is not what all ranks will have."""
+    if not is_distributed():
+        return False
     for model in setup.alive_models():
         wrapper = cast_of(model).ddp
         ddp = wrapper() if wrapper is not None else None

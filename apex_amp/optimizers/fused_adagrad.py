@@ -22,7 +22,7 @@ class FusedAdagrad(FusedOptimizer):
     torch's or the group sets them.
 
     Raises:
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "adagrad_w_mode")

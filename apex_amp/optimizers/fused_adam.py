@@ -29,7 +29,7 @@ class FusedAdam(FusedOptimizer):
 
     Raises:
         RuntimeError: amsgrad=True.
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "adam_w_mode", "capturable", "master_weights")

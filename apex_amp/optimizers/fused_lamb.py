@@ -30,7 +30,7 @@ class FusedLAMB(FusedOptimizer):
 
     Raises:
         RuntimeError: amsgrad=True.
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
@@ -43,7 +43,8 @@ class FusedLAMB(FusedOptimizer):
                  materialize_master_grads: bool = True) -> None:
         if amsgrad:
             raise RuntimeError("FusedLAMB does not support the AMSGrad variant")
-        check_options("FusedLAMB", betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        check_options("FusedLAMB", betas, lr=lr, eps=eps, weight_decay=weight_decay,
+                      max_grad_norm=0 if max_grad_norm is None else max_grad_norm)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,

@@ -32,7 +32,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     Raises:
         RuntimeError: amsgrad=True, or another norm_type.
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "moment_mode")

@@ -1,6 +1,7 @@
 """What the fused optimizers share: gradients and state gathered into lists, checks, checkpoints."""
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -232,10 +233,19 @@ def _local(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def check_options(optimizer: str, betas: tuple[float, float] | None = None, **not_negative: Any) -> None:
-    """Raises ValueError for an option that is negative or not a number, or a beta outside [0, 1)."""
+    """Raises TypeError for an option that is not a number, and ValueError for one out of its range.
+
+    Options are at least 0; betas are two numbers in [0, 1). Tensors are not read: that would wait for their device.
+    """
     for name, value in not_negative.items():
-        if isinstance(value, (int, float)) and not value >= 0:
+        if isinstance(value, Tensor):
+            continue
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{optimizer}: {name} must be a number, got {value!r}")
+        if not value >= 0:
             raise ValueError(f"{optimizer}: {name} must be at least 0, got {value!r}")
+    if betas is not None and (not isinstance(betas, (list, tuple)) or len(betas) != 2):
+        raise TypeError(f"{optimizer}: betas must be two numbers, got {betas!r}")
     for index, beta in enumerate(betas or ()):
         if not 0 <= beta < 1:
             raise ValueError(f"{optimizer}: betas[{index}] must be at least 0 and below 1, got {beta!r}")

@@ -33,7 +33,7 @@ class FusedSGD(FusedOptimizer):
     def __init__(self, params: Iterable[Any], lr: float | Tensor = required, momentum: float = 0,
                  dampening: float = 0, weight_decay: float = 0, nesterov: bool = False, wd_after_momentum: bool = False,
                  materialize_master_grads: bool = True, set_grad_none: bool = False) -> None:
-        check_options("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_options("FusedSGD", lr=0 if lr is required else lr, momentum=momentum, weight_decay=weight_decay)
         self.wd_after_momentum = wd_after_momentum
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults, set_grad_none, materialize_master_grads)
