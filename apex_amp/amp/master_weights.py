@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import struct
 import weakref
+from operator import is_
 from typing import Any, ClassVar, Iterable, Iterator
 
 import torch
@@ -107,12 +108,17 @@ class MasterWeights:
 
     def model_params_of(self, masters: list[torch.Tensor]) -> list[nn.Parameter | None]:
         """The low-precision side of each one's pair; None for a tensor that is no master."""
+        if self._are_all(masters):
+            return self.model_params
         positions = map(self._master_index.get, map(id, masters))
         return [None if position is None else self.model_params[position] for position in positions]
 
     def note_written(self, masters: list[torch.Tensor]) -> None:
         """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
-        self._note_equal([self._master_index[id(master)] for master in masters])
+        self._note_equal(None if self._are_all(masters) else [self._master_index[id(master)] for master in masters])
+
+    def _are_all(self, masters: list[torch.Tensor]) -> bool:
+        return len(masters) == len(self.masters) and all(map(is_, masters, self.masters))
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
