@@ -269,9 +269,8 @@ class TensorLists {
       // the shapes to compare with are still there.
       for (int64_t block = begin; block < end; block += kBlock) {
         for (size_t l = 0; l < arguments_.size(); ++l) {
-          if (!fill_like_first(group, l, block, std::min(end, block + kBlock))) alike = false;
+          if (!fill_like_first(group, l, block, std::min(end, block + kBlock))) return alike.store(false);
         }
-        if (!alike) return;
       }
     });
     if (!alike) group.resize(1);
