@@ -227,7 +227,7 @@ def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
     clear_weight_cache()
     torch.autograd.graph.increment_version(
         [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
-         if master_of(parameter) is not None or hasattr(parameter, "_amp_seen")])
+         if MasterWeights.has_pair(parameter)])
 
 
 # --- the generated class ----------------------------------------------------------------------------------------------

@@ -43,6 +43,11 @@ class MasterWeights:
         self._seen = bytearray()
         MasterWeights._alive.add(self)
 
+    @classmethod
+    def has_pair(cls, tensor: torch.Tensor) -> bool:
+        """Whether it is either side of a pair."""
+        return master_of(tensor) is not None or any(id(tensor) in masters._master_index for masters in cls._alive)
+
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where given."""
         master = master_of(parameter)
