@@ -57,7 +57,10 @@ struct Scoped {
   uint32_t other_devices = 0;  // those among them whose casts go to the other low-precision type
 };
 
+struct CastScope;
+
 struct ThreadState : Scoped {  // of the innermost CastScope
+  CastScope* innermost = nullptr;  // of those entered and not left; owned
   bool has_bounded_entries = false;  // this forward put entries into the cache that must leave with it
   int32_t forward_depth = 0;
   uint64_t forward = 0;  // serial number of the outermost forward of an initialized model; 0 outside one
@@ -241,8 +244,9 @@ struct Counters {
 // Releasing a cast runs arbitrary code (it may free a graph), so entries leave the map first.
 template <typename Predicate>
 void drop_entries(const Predicate& drop) {
-  std::vector<PyObject*> casts;
   auto& cache = weight_cache();
+  std::vector<PyObject*> casts;
+  casts.reserve(cache.size());
   for (auto entry = cache.begin(); entry != cache.end();) {
     if (drop(entry->first, entry->second)) {
       casts.push_back(entry->second.cast);
@@ -263,10 +267,11 @@ void drop_casts_of(const at::Tensor& tensor) {
   });
 }
 
-// Whether somebody else may write the tensor's memory without moving its version counter.
+// Whether somebody else may write the tensor's memory without moving its version counter. Memory that torch did not
+// allocate itself, as numpy's or another process's, cannot be resized.
 inline bool shares_storage(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
-  return storage.use_count() > 1 || storage.nbytes() > tensor.nbytes();
+  return storage.use_count() > 1 || storage.nbytes() > tensor.nbytes() || !storage.resizable();
 }
 
 bool is_plain(const c10::TensorImpl* impl) {
@@ -282,14 +287,14 @@ bool is_plain(const c10::TensorImpl* impl) {
 bool is_transformed() {
   constexpr c10::DispatchKeySet transforms({
       c10::DispatchKey::Tracer, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-      c10::DispatchKey::FuncTorchVmapMode, c10::DispatchKey::Functionalize, c10::DispatchKey::PythonTLSSnapshot});
-  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-         c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms);
+      c10::DispatchKey::FuncTorchVmapMode, c10::DispatchKey::Functionalize, c10::DispatchKey::Python,
+      c10::DispatchKey::PythonTLSSnapshot});
+  return c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms);
 }
 
 bool is_cacheable(const at::Tensor& tensor) {
-  return tensor.requires_grad() && tensor.is_leaf() && tensor.scalar_type() == ScalarType::Float &&
-         !tensor.is_inference() && tensor.has_storage();
+  return tensor.is_leaf() && tensor.scalar_type() == ScalarType::Float && !tensor.is_inference() &&
+         tensor.has_storage();
 }
 
 at::Tensor copy_as(const at::Tensor& tensor, ScalarType type) {
@@ -300,7 +305,7 @@ at::Tensor copy_as(const at::Tensor& tensor, ScalarType type) {
   return copy();
 }
 
-constexpr int64_t kSmallCast = 4096;  // elements; below this a CPU cast is quicker than letting the GIL go
+constexpr int64_t kSmallCast = 32768;  // elements; below this a CPU cast is quicker than letting the GIL go
 
 // A cast that no mode or transform watches: straight to the operator that copies.
 at::Tensor to_type(const at::Tensor& tensor, ScalarType type) {
@@ -310,7 +315,7 @@ at::Tensor to_type(const at::Tensor& tensor, ScalarType type) {
   return copy_as(tensor, type);
 }
 
-// The cast of a leaf parameter, made at most once per iteration. New reference.
+// The cast of a tensor that requires grad; of a leaf, made at most once per iteration. New reference.
 //
 // An entry serves only the tensor object, version and storage it was made from. Writes that move no
 // version counter need another holder of the storage, so an entry whose storage is shared, when it was
@@ -318,18 +323,16 @@ at::Tensor to_type(const at::Tensor& tensor, ScalarType type) {
 // whole evaluations pass between two clears.
 PyObject* cached_cast(const at::Tensor& tensor, ScalarType type) {
   const CacheKey key{tensor.unsafeGetTensorImpl(), type, current_mode()};
-  const auto version = static_cast<uint32_t>(tensor._version());
-  const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const uint64_t forward = thread_state.forward;
-  const bool bounded = key.mode != kGrad || thread_state.region || shares_storage(tensor);
-
   auto& cache = weight_cache();
   const auto found = cache.find(key);
   if (found != cache.end()) {
     const CacheEntry& entry = found->second;
-    const bool same_forward = forward != 0 && entry.forward == forward;
-    if (entry.version == version && entry.storage._unsafe_get_target() == storage &&
-        (same_forward || (!bounded && !entry.bounded))) {
+    const auto& storage = tensor.storage();
+    const bool lasting = !entry.bounded && !thread_state.region && storage.use_count() == 1;
+    if (entry.version == static_cast<uint32_t>(tensor._version()) &&
+        entry.storage._unsafe_get_target() == storage.unsafeGetStorageImpl() &&
+        (lasting || (forward != 0 && entry.forward == forward))) {
       ++counters.cache_hits;
       return Py_NewRef(entry.cast);
     }
@@ -338,11 +341,15 @@ PyObject* cached_cast(const at::Tensor& tensor, ScalarType type) {
     Py_DECREF(stale);
   }
 
-  PyObject* cast = THPVariable_Wrap(to_type(tensor, type));
-  if (cast == nullptr || (bounded && forward == 0)) return cast;
+  const bool cacheable = is_cacheable(tensor);
+  const bool bounded = key.mode != kGrad || thread_state.region || (cacheable && shares_storage(tensor));
+  if (!cacheable || (bounded && forward == 0)) return THPVariable_Wrap(to_type(tensor, type));
+  // Filled in before the cast, during which other threads may write.
   CacheEntry entry{c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor.getIntrusivePtr()),
-                   tensor.storage().getWeakStorageImpl(), forward, version, bounded, cast};
-  if (cache.emplace(key, std::move(entry)).second) {
+                   tensor.storage().getWeakStorageImpl(), forward, static_cast<uint32_t>(tensor._version()), bounded,
+                   nullptr};
+  PyObject* cast = entry.cast = THPVariable_Wrap(to_type(tensor, type));
+  if (cast != nullptr && cache.emplace(key, std::move(entry)).second) {
     Py_INCREF(cast);
     thread_state.has_bounded_entries |= bounded;
   }
@@ -378,7 +385,7 @@ PyObject* cast_tensor(PyObject* object, ScalarType type) {
     ++counters.casts;
     return THPVariable_Wrap(tensor.to(type));
   }
-  if (!thread_state.uncached && is_cacheable(tensor)) return cached_cast(tensor, type);
+  if (tensor.requires_grad() && !thread_state.uncached) return cached_cast(tensor, type);
   return THPVariable_Wrap(to_type(tensor, type));
 }
 
@@ -414,6 +421,7 @@ enum Policy : uint8_t {
   kFp32,             // half types to float
   kFp32ByDtype,      // as kFp32, by the function's own `dtype` argument where that does it
   kPromote,          // to float where the arguments differ, or hold a number that half types cannot
+  kPromoteByKernel,  // as kPromote, but kernels read mixed types as they are
   kMatchSelf,        // in-place methods: the other arguments to the type of the first
   kFp32InPlace,      // refuse a half first argument, else as kFp32
   kBanned,           // refuse any half argument
@@ -421,14 +429,16 @@ enum Policy : uint8_t {
   kUntrackedWrite,   // exposes the memory of the first argument: forget its casts
 };
 
-constexpr std::array<const char*, 9> kPolicyNames = {
-    "low_precision", "fp32",   "fp32_by_dtype", "promote",        "match_self",
-    "fp32_in_place", "banned", "fill_in_place", "untracked_write"};
+constexpr std::array<const char*, 10> kPolicyNames = {
+    "low_precision", "fp32",          "fp32_by_dtype", "promote",       "promote_by_kernel",
+    "match_self",    "fp32_in_place", "banned",        "fill_in_place", "untracked_write"};
 
 struct CastFunction {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* original;
+  PyCFunctionWithKeywords implementation;  // of an original that takes a tuple and a dict, as torch's builtins do
+  PyObject* receiver;                      // borrowed: what a builtin function's `implementation` is bound to
   PyObject* dict;
   PyObject* weakrefs;
   PyObject* location;  // "module:qualified.name", what it pickles as; or None
@@ -458,7 +468,7 @@ struct Arguments {
     for (Py_ssize_t i = positional; i < count; ++i) {
       PyObject* name = PyTuple_GET_ITEM(kwnames, i - positional);
       if (name == names.out || PyUnicode_Compare(name, names.out) == 0) out = i;
-      if (name == names.dtype || PyUnicode_Compare(name, names.dtype) == 0) has_dtype = true;
+      if (name == names.dtype || PyUnicode_Compare(name, names.dtype) == 0) has_dtype = args[i] != Py_None;
     }
   }
 
@@ -472,6 +482,11 @@ struct Arguments {
 
   bool any_on(uint32_t devices) const {
     return std::any_of(values, values + count, [devices](PyObject* value) { return is_on(value, devices); });
+  }
+
+  bool any_zero_dim() const {
+    return std::any_of(values, values + count,
+                       [](PyObject* value) { return is_tensor(value) && THPVariable_Unpack(value).dim() == 0; });
   }
 };
 
@@ -504,7 +519,25 @@ PyObject* refuse(const CastFunction* self) {
   return nullptr;
 }
 
+// A builtin is called straight: what that saves is what the CastFunction in front of it costs.
+PyObject* call_implementation(const CastFunction* self, PyObject* const* args, Py_ssize_t nargs) {
+  const bool is_method = Py_TYPE(self) == method_type;
+  PyObject* positional = PyTuple_New(nargs - is_method);
+  if (positional == nullptr) return nullptr;
+  for (Py_ssize_t i = is_method; i < nargs; ++i) PyTuple_SET_ITEM(positional, i - is_method, Py_NewRef(args[i]));
+  PyObject* result = self->implementation(is_method ? args[0] : self->receiver, positional, nullptr);
+  Py_DECREF(positional);
+  return result;
+}
+
 inline PyObject* call_original(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  if (self->implementation && kwnames == nullptr) {
+    const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+    const bool is_method = Py_TYPE(self) == method_type;
+    if (!is_method || (nargs > 0 && PyObject_TypeCheck(args[0], PyDescr_TYPE(self->original)))) {
+      return call_implementation(self, args, nargs);
+    }
+  }
   return PyObject_Vectorcall(self->original, args, nargsf, kwnames);
 }
 
@@ -527,8 +560,7 @@ PyObject* call_with(const CastFunction* self, const Arguments& arguments, const 
   }
   PyObject* result = nullptr;
   if (done == arguments.count) {
-    result = PyObject_Vectorcall(self->original, values, arguments.positional | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                                 arguments.keywords);
+    result = call_original(self, values, arguments.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, arguments.keywords);
   }
   for (Py_ssize_t i = 0; i < done; ++i) Py_DECREF(values[i]);
   return result;
@@ -579,16 +611,19 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
       }
       break;
     case kFp32ByDtype:
-      if (arguments.has_dtype) return call_original(self, args, nargsf, kwnames);
       if (kinds & kLowKinds && arguments.count == arguments.positional && arguments.count <= 2) {
         return call_with_float_dtype(self, args, arguments.count);
       }
-      break;
+      [[fallthrough]];
     case kFp32:
+      if (arguments.has_dtype) return call_original(self, args, nargsf, kwnames);  // the caller decides
       break;
-    case kPromote: {
+    case kPromote:
+    case kPromoteByKernel: {
       const unsigned present = kinds & kCastKinds;
-      const bool differ = present & (present - 1);
+      bool differ = present & (present - 1);
+      // torch leaves zero-dimensional tensors out of its own promotion.
+      if (differ && self->policy == kPromoteByKernel) differ = arguments.any_zero_dim();
       const bool fits = !(present & kLowKinds) || !any_exceeds(arguments, present);
       if (!differ && fits) return call_original(self, args, nargsf, kwnames);
       break;
@@ -620,13 +655,14 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
 }
 
 inline PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  if (C10_UNLIKELY(self->policy == kUntrackedWrite)) {
-    if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
-    return call_original(self, args, nargsf, kwnames);
-  }
   const int8_t cast_type = current_cast_type();
   if (cast_type == kOff) return call_original(self, args, nargsf, kwnames);
-  return call_cast(self, args, nargsf, kwnames, cast_type);
+  try {  // without the buffer for warnings that HANDLE_TH_ERRORS sets up: the original brings its own
+    return call_cast(self, args, nargsf, kwnames, cast_type);
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
 }
 
 // The call in the state that the mode hook names: (cast type, device type or None); NotImplemented: the present one.
@@ -649,15 +685,13 @@ PyObject* dispatch_in_mode(const CastFunction* self, PyObject* const* args, size
   return result;
 }
 
-inline PyObject* dispatch_checked(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  if (C10_UNLIKELY(mode_hook != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-    return dispatch_in_mode(self, args, nargsf, kwnames);
-  }
-  return dispatch(self, args, nargsf, kwnames);
+PyObject* dispatch_checked(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  const bool in_mode = mode_hook != nullptr && c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return in_mode ? dispatch_in_mode(self, args, nargsf, kwnames) : dispatch(self, args, nargsf, kwnames);
 }
 
 // The call, and its report to the observer, which does not see the CastFunctions called inside.
-PyObject* call_observed(CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+PyObject* call_observed(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
   struct Unobserved {
     PyObject* told = std::exchange(observer, nullptr);
     ~Unobserved() { observer = told; }
@@ -679,11 +713,16 @@ PyObject* call_observed(CastFunction* self, PyObject* const* args, size_t nargsf
 }
 
 PyObject* CastFunction_vectorcall(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  HANDLE_TH_ERRORS
-  auto* self = reinterpret_cast<CastFunction*>(object);
+  const auto* self = reinterpret_cast<CastFunction*>(object);
   if (C10_UNLIKELY(observer != nullptr)) return call_observed(self, args, nargsf, kwnames);
-  return dispatch_checked(self, args, nargsf, kwnames);
-  END_HANDLE_TH_ERRORS
+  if (C10_UNLIKELY(mode_hook != nullptr)) return dispatch_checked(self, args, nargsf, kwnames);
+  return dispatch(self, args, nargsf, kwnames);
+}
+
+PyObject* untracked_write_vectorcall(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
+  const auto* self = reinterpret_cast<CastFunction*>(object);
+  if (PyVectorcall_NARGS(nargsf) && is_tensor(args[0])) drop_casts_of(THPVariable_Unpack(args[0]));
+  return call_original(self, args, nargsf, kwnames);
 }
 
 int CastFunction_traverse(PyObject* object, visitproc visit, void* arg) {
@@ -774,6 +813,18 @@ bool copy_metadata(PyObject* original, PyObject* dict) {
   return PyDict_SetItemString(dict, "__wrapped__", original) == 0;
 }
 
+void find_implementation(CastFunction* self) {
+  const PyMethodDef* method = nullptr;
+  if (PyCFunction_CheckExact(self->original)) {
+    method = reinterpret_cast<PyCFunctionObject*>(self->original)->m_ml;
+    self->receiver = PyCFunction_GET_SELF(self->original);
+  } else if (Py_IS_TYPE(self->original, &PyMethodDescr_Type)) {
+    method = reinterpret_cast<PyMethodDescrObject*>(self->original)->d_method;
+  }
+  if (method == nullptr || (method->ml_flags & ~METH_STATIC) != (METH_VARARGS | METH_KEYWORDS)) return;
+  self->implementation = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(method->ml_meth));
+}
+
 int parse_policy(const char* name) {
   for (size_t i = 0; i < kPolicyNames.size(); ++i) {
     if (std::strcmp(name, kPolicyNames[i]) == 0) return static_cast<int>(i);
@@ -799,8 +850,9 @@ PyObject* make_cast_function(PyObject*, PyObject* args, PyObject* kwargs) {
   PyObject* object = type->tp_alloc(type, 0);
   if (object == nullptr) return nullptr;
   auto* self = reinterpret_cast<CastFunction*>(object);
-  self->vectorcall = CastFunction_vectorcall;
+  self->vectorcall = policy == kUntrackedWrite ? untracked_write_vectorcall : CastFunction_vectorcall;
   self->original = Py_NewRef(original);
+  find_implementation(self);
   self->location = Py_NewRef(location);
   self->message = Py_NewRef(message);
   self->cast_type = fixed;
@@ -863,6 +915,7 @@ struct CastScope {
   PyObject_HEAD
   Scoped inner;
   Scoped outer;
+  CastScope* around;  // the one entered before it
   bool forward;
   bool entered;
   uint8_t traced;   // 1 + the c10::DeviceType, for a torch.autocast region of code being traced; else 0
@@ -921,6 +974,8 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   if (self->forward) enter_forward();
   Scoped& current = thread_state;
   self->outer = current;
+  self->around = std::exchange(thread_state.innermost, self);
+  Py_INCREF(self);
   if (self->traced) {
     if (thread_state.all_traced_autocasts++ == 0) thread_state.entry = current;
     ++thread_state.traced_autocasts[self->traced - 1];
@@ -931,16 +986,37 @@ PyObject* CastScope_enter(PyObject* object, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Takes a scope off the thread's list. Interleaved generators leave theirs out of order: then those inside
+// stay in force, and what this one would put back is put back by the next inside. False: not of this thread.
+bool unlink(CastScope* self) {
+  auto& state = thread_state;
+  if (state.innermost == self) {
+    state.innermost = self->around;
+    static_cast<Scoped&>(state) = self->outer;
+    return true;
+  }
+  CastScope* inside = state.innermost;
+  while (inside != nullptr && inside->around != self) inside = inside->around;
+  if (inside == nullptr) return false;
+  inside->around = self->around;
+  inside->outer = self->outer;
+  return true;
+}
+
 PyObject* CastScope_exit(PyObject* object, PyObject* const*, Py_ssize_t) {
   auto* self = reinterpret_cast<CastScope*>(object);
+  if (!self->entered || !unlink(self)) {
+    PyErr_SetString(PyExc_RuntimeError, "this cast scope was not entered in the thread that leaves it");
+    return nullptr;
+  }
   self->entered = false;
   if (self->paused) resume_autocast(self->paused);
-  static_cast<Scoped&>(thread_state) = self->outer;
   if (self->traced) {
     --thread_state.all_traced_autocasts;
     --thread_state.traced_autocasts[self->traced - 1];
   }
   if (self->forward) leave_forward();
+  Py_DECREF(self);
   Py_RETURN_NONE;
 }
 

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -125,6 +127,42 @@ def test_an_initialized_model_compiles_whole(level: str, backend: str) -> None:
             torch.testing.assert_close(result, expected, rtol=2e-2, atol=1e-2)
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_fully_sharded_parameters_are_cast_anew(process_group: None, level: str, reshard: bool) -> None:
+    """FSDP gathers new values into the same parameter objects, at the same version."""
+    from torch.distributed.fsdp import fully_shard
+
+    def train(sharded: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+        if sharded:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            for part in (model[0], model[2], model):
+                fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        history = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model(X) + model(-X)).float().pow(2).mean()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            with torch.no_grad():
+                history += [loss.item(), model(X).float().sum().item()]
+        return history
+
+    assert train(sharded=True) == pytest.approx(train(sharded=False), rel=5e-3)
+
+
 def test_shutdown_and_initialize_again() -> None:
     original = F.linear
     for _ in range(2):
@@ -143,3 +181,24 @@ def test_registered_functions_of_a_script() -> None:
     finally:
         amp.shutdown()
         del patching._registered[torch, "sigmoid"]
+
+
+def test_initialize_and_shutdown_take_milliseconds_and_do_not_load_dynamo() -> None:
+    code = """
+import sys, time, torch
+from apex_amp import amp
+best = [1.0, 1.0]
+for _ in range(4):
+    model = torch.nn.Linear(4, 4)
+    times = [time.process_time()]
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    times.append(time.process_time())
+    amp.shutdown()
+    times.append(time.process_time())
+    best = [min(best[0], times[1] - times[0]), min(best[1], times[2] - times[1])]
+assert 'torch._dynamo' not in sys.modules
+print(*best)
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    initialize, shutdown = map(float, result.stdout.split())
+    assert initialize < 0.05 and shutdown < 0.05

@@ -19,7 +19,7 @@ from cast_fixtures import casts
 pytestmark = pytest.mark.usefixtures(casts.__name__)
 
 HALF, FLOAT = torch.float16, torch.float32
-OURS = {"low_precision": "low_precision", "fp32": "fp32", "fp32_by_dtype": "fp32", "promote": "promote"}
+OURS = {"fp32_by_dtype": "fp32", "promote_by_kernel": "promote"}  # two ways to the same end
 AUTOCAST = {"LOWER_PRECISION_FP": "low_precision", "FP32": "fp32", "FP32_SET_OPT_DTYPE": "fp32",
             "DIFFERENT_REDISPATCH_SIGNATURE": "fp32", "PROMOTE": "promote"}
 
@@ -74,8 +74,8 @@ def test_every_autocast_policy_is_ours_too() -> None:
     assert differing == set(DIFFERENCES)
 
 
-# The lists of the original.
-ORIGINAL = {
+# The lists of the original. None: torch's own kernels do it.
+ORIGINAL: dict[str | None, str] = {
     "low_precision": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm "
                      "addmv addr matmul mm mv addbmm baddbmm bmm linear __matmul__ rnn_relu rnn_tanh gru lstm "
                      "rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell",
@@ -88,8 +88,8 @@ ORIGINAL = {
     "promote": "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne cat stack __add__ __div__ "
                "__eq__ __ge__ __gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ "
                "__sub__ __truediv__",
-    "match_self": "__iadd__ __idiv__ __imul__ __isub__ __itruediv__ add_ div_ mul_ addcdiv_ addcmul_ atan2_ addmm_ "
-                  "addbmm_ baddbmm_ addmv_ addr_ eq_ ge_ gt_ le_ lt_ ne_",
+    "match_self": "addcdiv_ addcmul_ atan2_ addmm_ addbmm_ baddbmm_ addmv_ addr_",
+    None: "__iadd__ __idiv__ __imul__ __isub__ __itruediv__ add_ div_ mul_ eq_ ge_ gt_ le_ lt_ ne_",
     "fp32_in_place": "__ipow__ acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ "
                      "pow_ cumprod_ cumsum_ renorm_",
     "banned": "binary_cross_entropy",
@@ -173,9 +173,11 @@ IN_PLACE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: x.addcmul_(y, y), lambda x, y: x.addmm_(y[:, :4], y[:4]), lambda x, y: x.masked_scatter_(y > 0, y),
     lambda x, y: x.index_put_((torch.tensor([0]),), y[0]), lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
     lambda x, y: x.scatter_add_(0, torch.zeros(1, 8, dtype=torch.long), y[:1]), lambda x, y: x.clamp_(min=y),
+    lambda x, y: x.put_(torch.tensor([0, 1]), y[0, :2]), lambda x, y: assigned(x, torch.tensor([0, 1]), y[:2]),
+    lambda x, y: assigned(x, x > 0, y[0, 0]), lambda x, y: assigned(x, slice(0, 2), y[:2]),
     lambda x, y: x.index_copy_(0, torch.tensor([0]), y[:1]), lambda x, y: x.fmod_(y), lambda x, y: x.copysign_(y),
-    lambda x, y: x.put_(torch.tensor([0]), y[0, :1]), lambda x, y: assigned(x, 0, y[0]),
-    lambda x, y: assigned(x, y > 0, y[y > 0]), lambda x, y: assigned(x, (slice(None), torch.tensor([1, 2])), y[:, :2]),
+    lambda x, y: assigned(x, 0, y[0]), lambda x, y: assigned(x, y > 0, y[y > 0]),
+    lambda x, y: assigned(x, (slice(None), torch.tensor([1, 2])), y[:, :2]),
 ]
 
 
@@ -212,6 +214,27 @@ def test_promoting_calls(call: Callable[..., torch.Tensor]) -> None:
     assert result.dtype == FLOAT
     torch.testing.assert_close(result, reference(call, half, full))
     assert call(half, half.clone()).dtype in (HALF, FLOAT)
+
+
+@pytest.mark.parametrize("call", [
+    lambda h, f: h + f, lambda h, f: f - h, lambda h, f: torch.mul(h, f), lambda h, f: torch.div(f, h),
+    lambda h, f: f.add_(h), lambda h, f: f.__imul__(h)])
+def test_kernels_that_read_mixed_types_get_no_copies(call: Callable[..., torch.Tensor]) -> None:
+    half, full = tensors()
+    expected = reference(call, half, full.clone())
+    before = _C.cast_counters()["casts"]
+    result = call(half, full)
+    assert result.dtype == FLOAT and torch.equal(result, expected)
+    assert _C.cast_counters()["casts"] == before
+
+
+def test_zero_dimensional_tensors_promote_too() -> None:
+    half, _ = tensors()
+    scale = torch.tensor(3.0, requires_grad=True)
+    for result in (half * scale, scale * half, torch.add(half, scale), half.mul(scale)):
+        assert result.dtype == FLOAT
+    (half * scale).sum().backward()
+    torch.testing.assert_close(scale.grad, half.float().sum())
 
 
 @pytest.mark.parametrize("call", [
@@ -333,6 +356,14 @@ def test_sparse_products_run_in_float(call: Callable[..., torch.Tensor], layout:
     assert call(sparse, full).dtype == call(sparse, half).dtype == FLOAT
 
 
+@pytest.mark.parametrize("call", [
+    lambda h: torch.linalg.vector_norm(h, dtype=HALF), lambda h: torch.sum(h, 0, dtype=HALF),
+    lambda h: torch.norm(h, dtype=HALF), lambda h: F.softmax(h, -1, dtype=HALF)])
+def test_an_explicit_dtype_decides(call: Callable[..., torch.Tensor]) -> None:
+    half, _ = tensors()
+    assert call(half).dtype == HALF
+
+
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 @pytest.mark.parametrize("train", [False, True])
 def test_recurrent_modules(kind: str, train: bool) -> None:
@@ -347,6 +378,8 @@ def test_recurrent_modules(kind: str, train: bool) -> None:
         p, packed_state = nn.utils.rnn.pad_packed_sequence(rnn(packed, state)[0])
         c = cell(y[:, 0], None)
         c = cell(y[:, 1], c)
+        mixed = rnn(x.to(y.dtype), [part.float() for part in state] if isinstance(state, tuple) else state.float())
+        torch.testing.assert_close(mixed[0], rnn(x, state)[0], rtol=1e-2, atol=1e-2)
         return [y, p, c[0] if isinstance(c, tuple) else c]
 
     with torch.set_grad_enabled(train):

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex_amp import amp
-from apex_amp.amp import cast_state
+from apex_amp.amp import cast_state, patching
 from apex_amp.amp.cast_report import cast_report
 from cast_fixtures import casts
 
@@ -70,6 +71,61 @@ def test_a_scope_object_serves_one_with_statement_at_a_time() -> None:
     assert dtype_here() == HALF
 
 
+def test_interleaved_generators_leave_the_state_as_it_was() -> None:
+    def types(cast_type: torch.dtype | None) -> Iterator[torch.dtype]:
+        with cast_state.cast_scope(cast_type):
+            yield dtype_here()
+            yield dtype_here()
+
+    first, second, third = types(torch.bfloat16), types(None), types(torch.bfloat16)
+    assert [next(first), next(second), next(third)] == [torch.bfloat16, FLOAT, torch.bfloat16]
+    second.close()
+    assert dtype_here() == torch.bfloat16
+    first.close()
+    assert dtype_here() == torch.bfloat16  # the third's
+    third.close()
+    assert dtype_here() == HALF
+
+
+def test_a_scope_is_left_in_the_thread_that_entered_it() -> None:
+    scope = cast_state.disable_casts()
+    scope.__enter__()
+    refused: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            scope.__exit__(None, None, None)
+        except RuntimeError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and dtype_here() == FLOAT
+    scope.__exit__(None, None, None)
+    assert dtype_here() == HALF
+    with pytest.raises(RuntimeError, match="not entered"):
+        scope.__exit__(None, None, None)
+
+
+def test_a_decorated_generator_is_in_its_scope_only_while_it_runs() -> None:
+    @cast_state.disable_casts()
+    def types() -> Iterator[torch.dtype]:
+        yield dtype_here()
+        yield dtype_here()
+
+    generator = types()
+    assert [next(generator), dtype_here(), next(generator), dtype_here()] == [FLOAT, HALF, FLOAT, HALF]
+
+
+def test_tensors_saved_through_hooks_keep_their_types() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(2, 2, dtype=HALF, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():  # .cpu() is an fp32 function
+        loss = layer(x).float().sum()
+    loss.backward()
+    assert x.grad is not None and layer.weight.grad is not None
+
+
 def test_the_default_holds_in_every_thread_and_scopes_in_their_own() -> None:
     inside, leave, seen = threading.Event(), threading.Event(), []
 
@@ -112,6 +168,61 @@ def test_the_backward_of_a_custom_function_casts_as_its_forward_did() -> None:
         on.sum().backward()
     off.sum().backward()
     assert _Product.seen == [HALF, FLOAT]
+
+
+class _TorchDecorated(torch.autograd.Function):
+    """Decorated by torch before any cast came."""
+    seen: list[torch.dtype] = []
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        _TorchDecorated.seen += [x.dtype, dtype_here()]
+        return x * 1
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _TorchDecorated.seen.append(dtype_here())
+        return gradient
+
+
+class _TorchDecoratedInPlace(torch.autograd.Function):
+    """As torch's documentation does it without `cast_inputs`: forward and backward in the surrounding state."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _TorchDecorated.seen.append(dtype_here())
+        return gradient
+
+
+def test_functions_decorated_by_torch_see_these_casts() -> None:
+    x = torch.ones(2, dtype=HALF, requires_grad=True)
+
+    def seen(function: Any) -> list[torch.dtype]:
+        _TorchDecorated.seen = []
+        function.apply(x).sum().backward()
+        return _TorchDecorated.seen
+
+    assert seen(_TorchDecorated) == [FLOAT, FLOAT, FLOAT]
+    assert seen(_TorchDecoratedInPlace) == [HALF]
+    with cast_state.disable_casts():
+        assert seen(_TorchDecorated) == [HALF, FLOAT, FLOAT]
+    assert torch.amp.custom_fwd is amp.custom_fwd  # for those that are decorated from now on
+    begun_here = _TorchDecorated.apply(x)
+    patching.uninstall()
+    begun_outside = _TorchDecorated.apply(x)
+    begun_here.sum().backward()
+    assert torch.amp.custom_fwd is not amp.custom_fwd
+    assert seen(_TorchDecorated) == [HALF, FLOAT, FLOAT]
+    patching.install()
+    begun_outside.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -207,3 +318,18 @@ def test_disable_casts_is_a_decorator_too():
     assert product.__doc__ == "Of x with itself."
     assert product(x).dtype is product(x).dtype is torch.float32 and torch.mm(x, x).dtype is torch.float16
     assert model(x).dtype is torch.float16
+
+
+@pytest.mark.parametrize("hooks", [
+    torch.autograd.graph.save_on_cpu,
+    lambda: torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.cpu(), lambda packed: packed)])
+def test_saved_tensor_hooks_give_back_what_was_saved(hooks: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with hooks():
+        loss = model(x).sum()
+    loss.backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))

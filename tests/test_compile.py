@@ -36,6 +36,12 @@ def scoped(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (*inside, torch.mm(x, x), x.matmul(x), x @ x)
 
 
+def assigned(x: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros(4, 4)
+    result[torch.tensor([0, 1])] = torch.mm(x, x)[:2]
+    return result
+
+
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "function": lambda x: torch.mm(x, x),
     "linear": lambda x: F.linear(x, WEIGHT),
@@ -49,6 +55,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, WEIGHT),
     "masked_fill": lambda x: torch.masked_fill(torch.mm(x, x), x > 0, -1e9),
     "in place": lambda x: torch.mm(x, x).add_(x).masked_fill_(x > 0, -1e9),
+    "item assignment": assigned,
     "double": lambda x: torch.mm(x.double(), x.double()),
     "out": lambda x: torch.exp(torch.mm(x, x), out=torch.empty(4, 4)),
     "loss": lambda x: F.cross_entropy(F.linear(x, WEIGHT), torch.zeros(4, dtype=torch.long)),

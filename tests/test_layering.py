@@ -14,6 +14,7 @@ CSRC = ROOT / "csrc"
 FLOORS = [
     ["_C", "_version", "legacy_torch"],
     ["amp.cast_state", "amp.cast_lists", "amp.generated_class"],
+    ["amp.custom_function"],
     ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor"],
     ["multi_tensor_updates"],
     ["amp.patching", "amp.master_weights", "amp.scaler", "multi_tensor_apply", "normalization"],

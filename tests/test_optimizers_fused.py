@@ -407,6 +407,15 @@ def test_plain_torch_follows_the_kernels(case: tuple, monkeypatch: pytest.Monkey
 
 # ---- sizes and layouts ----
 
+@pytest.mark.slow
+def test_a_hundred_million_elements() -> None:
+    size = 100_000_007
+    grad, param = torch.full((size,), 0.5, dtype=torch.bfloat16), torch.zeros(size)
+    multi_tensor_updates.multi_tensor_sgd([grad], [param], None, None, None, None, 1.0, 0.0, 0.0, 0.0, False, False,
+                                          False)
+    assert param.min() == param.max() == -0.5
+
+
 @pytest.mark.parametrize("case", FULL_CASES, ids=lambda case: case[0])
 def test_strided_empty_and_channels_last_parameters(case: tuple) -> None:
     name, given = case

@@ -8,12 +8,14 @@ import weakref
 from typing import Any, Callable, Sequence
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._C import set_grads
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
 from .gradients import Gradients, is_distributed
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, master_of
 from .overflow import Overflow
 from .scaler import LossScaler
 from ._state import Setup
@@ -33,6 +35,8 @@ class Stash:
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
         self._unsettled: list[Overflow] = []
+        # Inside a scale_loss block: ends it, for a step that comes too early.
+        self.end_block: Callable[[], None] | None = None
         # The most parameters without a gradient that were looked into.
         self.missing = 0
         # A step function that the user had put on the instance: it stays the step that is taken.
@@ -83,7 +87,8 @@ class Stash:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
+        # The step as torch's optimizers, whose copies leave it behind.
+        return {**self.__dict__, "end_block": None, "instance_step": None}
 
 
 class AmpStep:
@@ -198,15 +203,46 @@ def _let_schedulers_see_steps(optimizer: Any) -> None:
     optimizer.step = step
 
 
+_step_hook: RemovableHandle | None = None
+
+
+def install() -> None:
+    """Lets the steps of optimizers that amp does not know be seen: see `_after_any_step`."""
+    global _step_hook
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_post_hook(_after_any_step)
+
+
+def uninstall() -> None:
+    global _step_hook
+    if _step_hook is not None:
+        _step_hook.remove()
+        _step_hook = None
+
+
+def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
+    """torch's fused kernels write parameters and move no version counter, which cached casts and masters go by."""
+    if torch.compiler.is_compiling() or stash_of(optimizer) is not None:
+        return
+    clear_weight_cache()
+    torch.autograd.graph.increment_version(
+        [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
+         if master_of(parameter) is not None or hasattr(parameter, "_amp_seen")])
+
+
 # --- the generated class ----------------------------------------------------------------------------------------------
 
 def _namespace(base: type) -> dict[str, Any]:
+    # `_amp_stash` is None in an instance of a user's subclass of the generated class: an ordinary optimizer.
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._amp_stash is None:
+            return base.step(self, *args, **kwargs)
         return _step(self, base.step, args, kwargs)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        self._amp_stash.gradients.clear_model(set_to_none)
+        if self._amp_stash is not None:
+            self._amp_stash.gradients.clear_model(set_to_none)
         if set_to_none and base.zero_grad is _TORCH_ZERO_GRAD:  # the same, without a Python loop
             for group in self.param_groups:
                 set_grads(group["params"])
@@ -216,7 +252,7 @@ def _namespace(base: type) -> dict[str, Any]:
     def add_param_group(self: Any, param_group: dict) -> None:
         earlier = list(self.param_groups)
         base.add_param_group(self, param_group)
-        for group in self.param_groups:
+        for group in self.param_groups if self._amp_stash is not None else ():
             if not any(group is other for other in earlier):
                 _adopt_group(self, group)
 
@@ -234,6 +270,8 @@ def _namespace(base: type) -> dict[str, Any]:
 
     def __reduce_ex__(self: Any, protocol: int) -> tuple:
         make, arguments, *rest = base.__reduce_ex__(self, protocol)
+        if self._amp_stash is None:
+            return make, arguments, *rest
         arguments = tuple(base if argument is type(self) else argument for argument in arguments)
         state = rest[0] if rest else None
         if isinstance(state, dict):
@@ -244,7 +282,8 @@ def _namespace(base: type) -> dict[str, Any]:
     namespace = {name: functools.wraps(getattr(base, name))(method)
                  for name, method in wrapped.items() if hasattr(base, name)}
     return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
-            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
+            "__class__": property(base_of, object.__dict__["__class__"].__set__),  # super(self.__class__, self) ends
+            "_amp_stash": None, "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
 @dataclasses.dataclass
@@ -282,6 +321,8 @@ def _adopt_group(optimizer: Any, group: dict) -> None:
 def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any:
     """One optimizer step: nothing after an overflow, else the base step on the masters, then the copy to the model."""
     stash = optimizer._amp_stash
+    if stash.end_block is not None:
+        stash.end_block()
     if stash.finish_left_scaled(optimizer):
         stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left "
                          "scaled, and unscaled them itself: what was done to them before, like clipping, met scaled "

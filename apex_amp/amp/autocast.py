@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from . import patching
-from .cast_state import CastScope, cast_region, cast_type_on, disable_casts
+from .cast_state import CastScope, cast_region, cast_type_on
+from .custom_function import custom_bwd, custom_fwd
 
 __all__ = ["autocast", "custom_bwd", "custom_fwd", "get_autocast_dtype", "is_autocast_enabled"]
 
@@ -77,54 +78,3 @@ def is_autocast_enabled(device_type: str = "cuda") -> bool:
 def get_autocast_dtype(device_type: str = "cuda") -> torch.dtype:
     """What they cast to; outside any region, what `autocast(device_type)` would cast to."""
     return cast_type_on(device_type) or torch.get_autocast_dtype(device_type)
-
-
-def custom_fwd(fwd: Callable[..., Any] | None = None, *, device_type: str,
-               cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:
-    """Decorator for the `forward` of a custom autograd Function, as `torch.amp.custom_fwd`; `custom_bwd` goes with it.
-
-    With `cast_inputs`, a forward inside a region gets its floating tensors on `device_type` (float64 excepted) in that
-    type and runs with casts off; else, and outside any region, it runs in the surrounding state.
-    """
-    if fwd is None:
-        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    in_torch_autocast = torch.amp.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
-
-    @functools.wraps(fwd)
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        ctx._amp_cast_type = cast_type_on(device_type)
-        if ctx._amp_cast_type is None or cast_inputs is None:
-            return in_torch_autocast(ctx, *args, **kwargs)
-        ctx._amp_cast_type, ctx._fwd_used_autocast = None, False
-        args, kwargs = _cast_inputs(args, device_type, cast_inputs), _cast_inputs(kwargs, device_type, cast_inputs)
-        with disable_casts():
-            return fwd(ctx, *args, **kwargs)
-
-    return forward
-
-
-def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Callable[..., Any]:
-    """Decorator for the `backward` of a custom autograd Function, which casts as its `custom_fwd` forward did."""
-    if bwd is None:
-        return functools.partial(custom_bwd, device_type=device_type)
-    in_torch_autocast = torch.amp.custom_bwd(bwd, device_type=device_type)
-
-    @functools.wraps(bwd)
-    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        if ctx._fwd_used_autocast:
-            return in_torch_autocast(ctx, *args, **kwargs)
-        with cast_region(ctx._amp_cast_type, device_type, True):
-            return bwd(ctx, *args, **kwargs)
-
-    return backward
-
-
-def _cast_inputs(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        casts = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
-        return value.to(dtype) if casts else value
-    if type(value) in (tuple, list):
-        return type(value)(_cast_inputs(item, device_type, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast_inputs(item, device_type, dtype) for key, item in value.items()}
-    return value

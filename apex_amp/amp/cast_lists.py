@@ -69,13 +69,18 @@ FP32_BY_DTYPE = ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"]
 FORWARDING = ["softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm"]
 
 # Functions of several tensors: to the widest type among them, and to FP32 where a number among the
-# arguments is more than half types can hold.
-PROMOTE = [
+# arguments is more than half types can hold. The kernels of these read mixed types without a copy, and write
+# an in-place form's result in the type of `self`: a cast is needed only for the number, and for a 0-dim tensor.
+PROMOTE_BY_KERNEL = [
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder", "fmod",
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__",
-    "__rdiv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__div__",
+    "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__",
     "eq", "ne", "lt", "le", "gt", "ge", "equal", "greater", "greater_equal", "less", "less_equal", "not_equal",
-    "isclose", "allclose", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+]
+
+PROMOTE = [
+    "__rtruediv__", "__rdiv__", "isclose", "allclose",
     "addcdiv", "addcmul", "atan2", "arctan2", "cross", "bilinear", "dot", "vdot", "inner", "outer", "ger", "kron",
     "tensordot", "lerp", "where", "max", "min", "maximum", "minimum", "fmax", "fmin", "clamp", "clip", "hypot",
     "copysign", "nextafter", "logaddexp", "logaddexp2", "xlogy", "heaviside",
@@ -99,7 +104,7 @@ BANNED = {
 }
 
 # In-place operators: as the in-place forms of the functions above.
-MATCH_SELF = ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__setitem__"]
+MATCH_SELF = ["__setitem__"]
 FP32_IN_PLACE = ["__ipow__"]
 
 # These write a number itself; one that a half `self` cannot hold is replaced by the type's limit.

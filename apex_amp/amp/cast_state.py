@@ -5,11 +5,11 @@ calling thread decides; outside any scope the process default does.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils._contextlib import context_decorator
 
 from apex_amp import _C
 
@@ -52,12 +52,11 @@ def cast_region(cast_type: torch.dtype | None, device_type: str, cached: bool) -
 
 
 def run_in_scope(function: Callable[..., Any], cast_type: torch.dtype | None, forward: bool) -> Callable[..., Any]:
-    """`function` with each call inside `cast_scope(cast_type, forward)`: what a scope used as a decorator gives."""
-    @functools.wraps(function)
-    def in_scope(*args: Any, **kwargs: Any) -> Any:
-        with _C.cast_scope(cast_type, forward):
-            return function(*args, **kwargs)
-    return in_scope
+    """`function` with each call inside `cast_scope(cast_type, forward)`: what a scope used as a decorator gives.
+
+    A generator is inside it while it runs, and not while it waits.
+    """
+    return context_decorator(lambda: _C.cast_scope(cast_type, forward), function)
 
 
 def disable_casts() -> CastScope:

@@ -9,7 +9,7 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import nn
 
-from . import distributed, patching
+from . import amp_optimizer, distributed, patching
 from ._state import Options, Setup, process, refresh_casts
 from .amp_optimizer import Stash, stash_of, unwrap_optimizer, wrap_optimizer
 from .arguments import (BRIEFS, as_list, check_dtype, check_models, check_optimizers, find_fp32_modules, make_scalers,
@@ -177,6 +177,7 @@ def _register(setup: Setup, models: list[nn.Module]) -> None:
     process.alive.append(setup)
     process.latest, process.was_initialized = setup, True
     distributed.install()
+    amp_optimizer.install()
     if setup.options.cast_type is not None:
         patching.install()
     refresh_casts()
@@ -314,6 +315,7 @@ def shutdown() -> None:
     refresh_casts()
     patching.uninstall()
     distributed.uninstall()
+    amp_optimizer.uninstall()
 
 
 def _require_initialize(caller: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import warnings
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,16 @@ class Gradients:
             self._shared = self._set_aside[self._own:]
         if is_distributed():
             self._leave_in_place(scaler)
+
+    def clear_set_aside(self, set_to_none: bool, parameters: Iterable[Tensor] | None = None) -> None:
+        """zero_grad() inside a block, for all carriers or for those among `parameters`: nothing earlier is kept."""
+        chosen = None if parameters is None else set(map(id, parameters))
+        for i, grad in enumerate(self._set_aside):
+            if grad is not None and (chosen is None or id(self._carriers[i]) in chosen):
+                if set_to_none:
+                    self._set_aside[i] = None
+                else:
+                    grad.detach().zero_()
 
     def put_back(self, error: BaseException) -> None:
         """After an exception: gradients exactly as before the block."""
@@ -200,8 +210,12 @@ class Gradients:
             set_grads(self.masters.unshared())
 
     def clear_model(self, set_to_none: bool) -> None:
-        """The model parameters' part of zero_grad: their masters' part is the optimizer's own."""
+        """The model parameters' part of zero_grad: their masters' part is the optimizer's own.
+
+        Inside a block, what was set aside is cleared too.
+        """
         self.left_scaled = None
+        self.clear_set_aside(set_to_none)
         if self.masters is None:
             return
         if set_to_none:

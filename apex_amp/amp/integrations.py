@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,11 @@ from torch.autograd.function import BackwardCFunction
 
 from apex_amp import _C
 
+from . import custom_function
+
 Replace = Callable[[Any, str, Any], None]
+
+_CAST_TYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) -> None:
@@ -22,9 +26,13 @@ def patch(replace: Replace, lifted: Callable[[], AbstractContextManager[None]]) 
     _script_without_patches(replace, lifted)
     _recompute_in_forward_state(replace)
     _backward_in_forward_state(replace)
+    _custom_functions_see_casts(replace)
     _no_casts_in_data_workers(replace)
     _no_cached_casts_across_graph_capture(replace)
     _notice_data_access(replace)
+    _forget_casts_before_swap(replace)
+    _saved_tensors_keep_their_types(replace)
+    _recurrent_modules_take_mixed_types(replace)
     _pause_in_torch_autocast(replace)
     _parallel_workers_in_caller_state(replace)
 
@@ -93,6 +101,24 @@ def _backward_in_forward_state(replace: Replace) -> None:
     replace(BackwardCFunction, "apply", apply)
 
 
+def _custom_functions_see_casts(replace: Replace) -> None:
+    """torch.amp.custom_fwd and custom_bwd know torch.autocast's regions only, also where they have been applied."""
+    for name in ("custom_fwd", "custom_bwd"):
+        for owner in (torch.amp, torch.amp.autocast_mode):
+            replace(owner, name, getattr(custom_function, name))
+    for function in _subclasses(torch.autograd.Function):
+        for name in ("forward", "backward"):
+            decorated = custom_function.decorated_here(getattr(vars(function).get(name), "__func__", None))
+            if decorated is not None:
+                replace(function, name, staticmethod(decorated))
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for subclass in type.__subclasses__(kind):
+        yield subclass
+        yield from _subclasses(subclass)
+
+
 def _no_casts_in_data_workers(replace: Replace) -> None:
     original = data_worker._worker_loop
 
@@ -129,6 +155,43 @@ def _notice_data_access(replace: Replace) -> None:
     replace(torch.Tensor, "data", property(get, original.__set__, original.__delete__, original.__doc__))
 
 
+def _forget_casts_before_swap(replace: Replace) -> None:
+    """Tensors that change places, as in module.to() of a subclass, must have no weak reference to them."""
+    original = torch.utils.swap_tensors
+
+    @functools.wraps(original)
+    def swap_tensors(*args: Any) -> None:
+        _C.clear_weight_cache()
+        original(*args)
+
+    replace(torch.utils, "swap_tensors", swap_tensors)
+
+
+def _saved_tensors_keep_their_types(replace: Replace) -> None:
+    """What hooks pack and unpack for the backward, as `save_on_cpu` does with .cpu(), is no step of the model."""
+    original = torch.autograd.graph.saved_tensors_hooks.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
+        original(self, _C.cast_scope(None)(pack_hook), _C.cast_scope(None)(unpack_hook))
+
+    replace(torch.autograd.graph.saved_tensors_hooks, "__init__", __init__)
+
+
+def _recurrent_modules_take_mixed_types(replace: Replace) -> None:
+    """torch.nn's RNNs refuse an input of another type than their weights, unless torch.autocast is on."""
+    original = torch.nn.RNNBase.check_input
+
+    @functools.wraps(original)
+    def check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        dtypes = {input.dtype, self._flat_weights[0].dtype}
+        if len(dtypes) == 2 and dtypes <= _CAST_TYPES and _C.cast_type_on(input.device.type) is not None:
+            input = torch.empty(input.shape, dtype=self._flat_weights[0].dtype, device="meta")
+        original(self, input, batch_sizes)
+
+    replace(torch.nn.RNNBase, "check_input", check_input)
+
+
 def _pause_in_torch_autocast(replace: Replace) -> None:
     """Of nested regions the innermost decides: inside torch's own, casts on its device type are torch's."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
@@ -161,6 +224,12 @@ def _parallel_workers_in_caller_state(replace: Replace) -> None:
 
     for owner in (torch.nn.parallel, sys.modules[original.__module__], sys.modules[torch.nn.DataParallel.__module__]):
         replace(owner, "parallel_apply", parallel_apply)
+
+
+def after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A step hook of all optimizers: torch's fused ones write parameters without moving their versions."""
+    if not torch.compiler.is_compiling():
+        _C.clear_weight_cache()
 
 
 def free_deleted_models(phase: str, info: dict[str, int]) -> None:

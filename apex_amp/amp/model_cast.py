@@ -131,6 +131,12 @@ def _namespace(base: type) -> dict[str, Any]:
         refresh_cast_devices()
         return moved
 
+    @functools.wraps(base.zero_grad)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        base.zero_grad(self, set_to_none)
+        for setup in process.alive:
+            setup.clear_set_aside(self, set_to_none)
+
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copied(self, base, memo)
 
@@ -140,8 +146,8 @@ def _namespace(base: type) -> dict[str, Any]:
     def __reduce_ex__(self: nn.Module, protocol: int) -> tuple:
         return _reduced(self, base, protocol)
 
-    namespace = {"forward": forward, "_apply": _apply, "__deepcopy__": __deepcopy__, "__copy__": __copy__,
-                 "__reduce_ex__": __reduce_ex__, "_amp_cast": None}
+    namespace = {"forward": forward, "_apply": _apply, "zero_grad": zero_grad, "__deepcopy__": __deepcopy__,
+                 "__copy__": __copy__, "__reduce_ex__": __reduce_ex__, "_amp_cast": None}
     if getattr(base, "cls_to_become", None) is not None:  # a lazy module changes its class at its first forward
         namespace["cls_to_become"] = generate_class(base.cls_to_become, "model", _namespace)
     return namespace

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex_amp import _C
 
@@ -32,6 +33,7 @@ class _Patches:
 
     def __init__(self) -> None:
         self.replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there now
+        self.step_hook: Any = None  # the handle
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         before = vars(owner).get(name, _MISSING)
@@ -80,7 +82,8 @@ def _policies() -> dict[str, tuple[str, str | None]]:
     for name in cast_lists.FP32:
         policies[name + "_"] = ("fp32_in_place", _in_place_message(name + "_"))
     for policy, listed in (("low_precision", low_precision), ("fp32", cast_lists.FP32), ("promote", promote),
-                           ("match_self", cast_lists.MATCH_SELF), ("fill_in_place", cast_lists.FILL_IN_PLACE),
+                           ("promote_by_kernel", cast_lists.PROMOTE_BY_KERNEL), ("match_self", cast_lists.MATCH_SELF),
+                           ("fill_in_place", cast_lists.FILL_IN_PLACE),
                            ("untracked_write", cast_lists.UNTRACKED_WRITE)):
         for name in listed:
             policies[name] = (policy, None)
@@ -146,13 +149,14 @@ def install() -> None:
             _patch_names(patches)
             for (owner, name), (policy, cast_type) in _registered.items():
                 _patch_registered(patches, owner, name, policy, cast_type)
-            _rebind_early_bound(patches)
             integrations.patch(patches.replace, lifted)
+            _rebind_early_bound(patches)
         except BaseException:
             patches.restore()
             raise
         _C.set_saturate_hook(_warn_saturated)
         gc.callbacks.append(integrations.free_deleted_models)
+        patches.step_hook = register_optimizer_step_post_hook(integrations.after_optimizer_step)
         traced_casts.install()
         _patches = patches
 
@@ -164,6 +168,7 @@ def uninstall() -> None:
         if _patches is None:
             return
         _patches.restore()
+        _patches.step_hook.remove()
         _patches = None
         gc.callbacks.remove(integrations.free_deleted_models)
         traced_casts.uninstall()
@@ -213,12 +218,16 @@ def _patch_names(patches: _Patches) -> None:
 
 def _rebind_early_bound(patches: _Patches) -> None:
     """Names that modules outside torch bound before: globals, class attributes, nn.Module attributes."""
-    functions: dict[int, Any] = {}  # by the original's address; the CastFunction keeps that alive
-    for owner, _, _, value in patches.replaced:
+    functions: dict[int, Any] = {}  # by the original's address; what stands for it keeps it alive
+    for owner, _, before, value in patches.replaced:
         if isinstance(value, _CAST_TYPES) and owner is not torch._VF:
             functions.setdefault(id(value.__wrapped__), value)
+        elif isinstance(before, types.FunctionType) and isinstance(owner, types.ModuleType):
+            functions.setdefault(id(before), value)
 
     def rebind(owner: Any) -> None:
+        if functions.keys().isdisjoint(map(id, vars(owner).values())):
+            return
         for name, value in list(vars(owner).items()):
             if id(value) in functions:
                 with contextlib.suppress(AttributeError, TypeError):  # read-only classes and modules
@@ -226,9 +235,9 @@ def _rebind_early_bound(patches: _Patches) -> None:
 
     for module in user_modules():
         rebind(module)
-        for value in list(vars(module).values()):
-            if issubclass(type(value), type) and vars(value).get("__module__") == vars(module)["__name__"]:
-                rebind(value)
+        for kind in _C.instances_in(list(vars(module).values()), type):
+            if vars(kind).get("__module__") == vars(module)["__name__"]:
+                rebind(kind)
     for module in _C.instances_in(gc.get_objects(), torch.nn.Module):
         rebind(module)
 

@@ -40,7 +40,8 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
             `found_inf`.
 
     Raises:
-        RuntimeError: no `amp.initialize` yet, an optimizer that it never saw, or optimizers of different calls.
+        RuntimeError: no `amp.initialize` yet, an optimizer that it never saw, optimizers of different calls, or a block
+            inside another one of the same optimizer.
         IndexError: `loss_id` out of range.
         TypeError: `loss` is not a floating tensor.
     """
@@ -65,23 +66,41 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
                 clear_weight_cache()
         return
 
+    if any(stash.end_block is not None for stash in stashes):
+        raise RuntimeError("amp.scale_loss: a block of this optimizer is open already, and gradients of both would mix "
+                           "in .grad: leave it first, or add the losses")
     scaler.to(loss.device)
     for optimizer, stash in zip(listed, stashes):
         stash.finish_left_scaled(optimizer, unless_by=scaler)
     for stash in stashes:
         stash.gradients.catch_up()
     taken: set[int] | None = set() if len(listed) > 1 else None
+
+    def end_early() -> None:
+        for stash in stashes:
+            stash.end_block = None
+        setup.warn("optimizer.step() inside the amp.scale_loss block: the gradients there were unscaled for it, later "
+                   "ones will not be. Call it after the block")
+        unscale(scaler, stashes)
+
     try:
         for optimizer, stash in zip(listed, stashes):
             stash.gradients.open(optimizer.param_groups, scaler, stash.skip_is_pending(), taken)
+            stash.end_block = end_early
         yield scaler.scale(loss)
     except BaseException as error:
         for stash in reversed(stashes):
+            stash.end_block = None
             stash.gradients.put_back(error)
         clear_weight_cache()
         raise
 
-    if delay_unscale or _reduction_is_pending(setup):
+    ended = stashes[0].end_block is None
+    for stash in stashes:
+        stash.end_block = None
+    if ended:
+        pass
+    elif delay_unscale or _reduction_is_pending(setup):
         for stash in stashes:
             stash.gradients.keep_scaled(scaler)
     else:

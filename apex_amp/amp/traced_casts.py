@@ -117,7 +117,7 @@ def make_twin(function: Any) -> Callable[..., Any]:
         cast_type = _traced_cast_type()
         if cast_type is None or policy == "untracked_write":
             return original(*args, **kwargs)
-        if policy == "fp32_by_dtype" and "dtype" in kwargs:
+        if policy in ("fp32", "fp32_by_dtype") and kwargs.get("dtype") is not None:
             return original(*args, **kwargs)
         out = kwargs.pop("out", None)
         values = [*args, *kwargs.values()]
@@ -133,9 +133,10 @@ def make_twin(function: Any) -> Callable[..., Any]:
                 target = torch.float32
             if out is not None:
                 target = out.dtype if out.dtype in _CAST_TYPES else None
-        elif policy == "promote":
+        elif policy in ("promote", "promote_by_kernel"):
             low = [dtype for dtype in dtypes if dtype in _HALF_TYPES]
-            if len(dtypes) == 1 and not (low and _exceeds(values, dtypes)):
+            differ = len(dtypes) > 1 and (policy == "promote" or any(tensor.dim() == 0 for tensor in tensors))
+            if not differ and not (low and _exceeds(values, dtypes)):
                 target = None
         elif policy in ("match_self", "fill_in_place"):
             kept = 1

@@ -1,6 +1,7 @@
 """What the fused optimizers share: gradients and state gathered into lists, checks, checkpoints."""
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -50,10 +51,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     Under torch.amp.GradScaler, and after amp.initialize, `found_inf` (and GradScaler's `grad_scale`) are read on the
     device: a step that turns out to be an overflow changes nothing, and the host never waits to know.
 
-    Args:
+    Args, of all fused optimizers:
         params: an iterable of parameters, or of dicts that define groups.
-        defaults: the options of groups.
-        set_grad_none: what `zero_grad()` without an argument does.
+        lr: learning rate, a float or a float32 tensor of one element.
+        weight_decay: its coefficient.
+        amsgrad: where it is taken, it must be False.
+        set_grad_none: what `zero_grad()` without an argument does; the gradients of model parameters that have FP32
+            masters become None then in any case.
         materialize_master_grads: False: after amp.initialize at O2 or O5, leaving scale_loss only checks the model's
             half gradients, and the step reads them as they are, with one backward for each step. The masters then
             have a `.grad` only after `amp.master_params(optimizer)`, which unscales them.
@@ -195,13 +199,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, of torch's optimizer of the same rule, or of Apex's."""
         super().load_state_dict(state_dict)
-        # torch rounds state to the parameter's dtype; that of half parameters is FP32 here.
+        # torch gives state the parameter's dtype; that of half parameters is FP32 here.
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for index, param in zip(saved, params):
             for key, value in state_dict["state"].get(index, {}).items():
-                if param.dtype in _HALF_TYPES and isinstance(value, Tensor) and value.dtype == torch.float32:
-                    self.state[param][key] = value.detach().clone().to(param.device)
+                if param.dtype in _HALF_TYPES and isinstance(value, Tensor) and value.is_floating_point():
+                    self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
 
 
 def zeros_like(param: Tensor) -> Tensor:
@@ -229,10 +233,19 @@ def _local(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def check_options(optimizer: str, betas: tuple[float, float] | None = None, **not_negative: Any) -> None:
-    """Raises ValueError for an option that is negative or not a number, or a beta outside [0, 1)."""
+    """Raises TypeError for an option that is not a number, and ValueError for one out of its range.
+
+    Options are at least 0; betas are two numbers in [0, 1). Tensors are not read: that would wait for their device.
+    """
     for name, value in not_negative.items():
-        if isinstance(value, (int, float)) and not value >= 0:
+        if isinstance(value, Tensor):
+            continue
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{optimizer}: {name} must be a number, got {value!r}")
+        if not value >= 0:
             raise ValueError(f"{optimizer}: {name} must be at least 0, got {value!r}")
+    if betas is not None and (not isinstance(betas, (list, tuple)) or len(betas) != 2):
+        raise TypeError(f"{optimizer}: betas must be two numbers, got {betas!r}")
     for index, beta in enumerate(betas or ()):
         if not 0 <= beta < 1:
             raise ValueError(f"{optimizer}: betas[{index}] must be at least 0 and below 1, got {beta!r}")
