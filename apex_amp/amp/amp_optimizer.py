@@ -15,7 +15,7 @@ from .._C import set_grads
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
 from .gradients import Gradients, is_distributed
-from .master_weights import MasterWeights, master_of
+from .master_weights import MasterWeights, is_master, master_of
 from .overflow import Overflow
 from .scaler import LossScaler
 from ._state import Setup
@@ -227,7 +227,7 @@ def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
     clear_weight_cache()
     torch.autograd.graph.increment_version(
         [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
-         if MasterWeights.has_pair(parameter)])
+         if master_of(parameter) is not None or is_master(parameter)])
 
 
 # --- the generated class ----------------------------------------------------------------------------------------------

@@ -20,6 +20,10 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return getattr(parameter, "_amp_master", None)
 
 
+def is_master(tensor: torch.Tensor) -> bool:
+    return any(masters.model_params_of([tensor])[0] is not None for masters in MasterWeights.alive)
+
+
 class MasterWeights:
     """The pairs of one optimizer, in the order of its param_groups.
 
@@ -32,7 +36,7 @@ class MasterWeights:
 
     # Whether some master in this process has ever belonged to two optimizers; such a one has `_amp_is_shared`.
     any_is_shared = False
-    _alive: ClassVar[weakref.WeakSet[MasterWeights]] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[MasterWeights]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
@@ -41,18 +45,13 @@ class MasterWeights:
         self._master_index: dict[int, int] = {}
         # The versions (int64) of each pair, master's and model parameter's, when it was equal last.
         self._seen = bytearray()
-        MasterWeights._alive.add(self)
-
-    @classmethod
-    def has_pair(cls, tensor: torch.Tensor) -> bool:
-        """Whether it is either side of a pair."""
-        return master_of(tensor) is not None or any(id(tensor) in masters._master_index for masters in cls._alive)
+        MasterWeights.alive.add(self)
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where given."""
         master = master_of(parameter)
         if master is not None:
-            for other in MasterWeights._alive:
+            for other in MasterWeights.alive:
                 other.sync([parameter])
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
@@ -155,7 +154,7 @@ class MasterWeights:
         if not MasterWeights.any_is_shared:
             return
         masters, _ = self._pairs(positions)
-        for other in MasterWeights._alive:
+        for other in MasterWeights.alive:
             index = other._master_index
             note_equal(other.masters, other.model_params, other._seen,
                        [index[id(master)] for master in masters if id(master) in index])
