@@ -78,7 +78,8 @@ def extension():
     # -fopenmp: at::parallel_for is silently serial in a unit built without it.
     cxx = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden",
            "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas"]
-    sources = ["csrc/bindings.cpp", "csrc/cast_function.cpp", "csrc/multi_tensor_cpu.cpp"]
+    sources = [f"csrc/{unit}.cpp" for unit in ("bindings", "optimizer_bindings", "tensor_attributes", "cast_function",
+                                             "multi_tensor_cpu")]
     common = dict(name="apex_amp._C", depends=["setup.py", *sorted(glob.glob("csrc/*.h"))],
                   extra_link_args=["-fopenmp"])
     if reason:

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from .amp._state import Setup
 from .amp.amp_optimizer import Stash, wrap_optimizer
-from .amp.frontend import OPT_LEVELS
+from .amp.arguments import OPT_LEVELS
 from .amp.master_weights import MasterWeights
 from .amp.scale_context import scale_loss
 from .amp.scaler import LossScaler as AmpLossScaler
@@ -189,7 +189,7 @@ class DynamicLossScaler(LossScaler):
         grads = [param.grad.detach() for param in params if param.grad is not None]
         if not grads:
             return False
-        found_inf = torch.zeros(1, device=grads[0].device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=grads[0].device)
         multi_tensor_scale(grads, grads, found_inf, 1.0)
         return bool(found_inf.item())
 

@@ -17,7 +17,7 @@ grad mode. Every written tensor's version moves. Errors are TypeError or ValueEr
 index, and nothing has been written when one is raised.
 
 Eager calls go straight to the compiled functions. Under torch.compile, and for tensors the compiled functions can't
-reach by pointer (see csrc/bindings.cpp), calls go to the ops registered here as torch.ops.apex_amp.*, which run the
+reach by pointer (see csrc/tensor_lists.h), calls go to the ops registered here as torch.ops.apex_amp.*, which run the
 same functions, or plain torch where this build has no kernels for the device.
 """
 from __future__ import annotations
@@ -56,7 +56,7 @@ def multi_tensor_axpby(x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[T
     """out[i] = a * x[i] + b * y[i], both products rounded; checks "x", "y" or "both". out[i] may be x[i] or y[i]."""
     if is_compiling() or not _C.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor):
         if isinstance(a, Tensor) != isinstance(b, Tensor):
-            a, b = _scalar_tensor(a, found_inf), _scalar_tensor(b, found_inf)
+            a, b = scalar_tensor(a, found_inf.device), scalar_tensor(b, found_inf.device)
         _ops.multi_tensor_axpby(x, y, out, found_inf, a, b, check, found_inf_per_tensor)
 
 
@@ -81,7 +81,8 @@ def multi_tensor_l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> 
     threads, and float inputs up to 1e30 don't overflow. The norm of no tensors is 0, on the CPU.
     """
     if len(tensors) == 0:
-        return (torch.zeros(()), torch.zeros(0)) if per_tensor else torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
+        return (total, total.new_zeros(0)) if per_tensor else total
     result = None if is_compiling() else _C.multi_tensor_l2norm(tensors, per_tensor)
     if result is None:
         result = (_ops.multi_tensor_l2norm_per_tensor if per_tensor else _ops.multi_tensor_l2norm)(tensors)
@@ -94,8 +95,8 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, grow
 
     found_inf not zero: scale *= backoff_factor and the count restarts. Otherwise growth_tracker counts a clean step,
     and at growth_interval scale *= growth_factor and the count restarts, also when max_scale stops the growth. A
-    changed scale is clamped to [min_scale, max_scale]. scale: float32, growth_tracker: int32, one element each, on
-    one device.
+    changed scale is clamped to [min_scale, max_scale]; on a CPU the version of one that did not change stays. scale:
+    float32, growth_tracker: int32, one element each, on one device.
     """
     args = (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
     if is_compiling() or not _C.update_scale_(*args):
@@ -104,8 +105,9 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, grow
 
 # The same functions in plain torch, for devices this build has no kernels for. Nothing here waits for the device.
 
-def _scalar_tensor(value: float | Tensor, like: Tensor) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=like.device)
+def scalar_tensor(value: float | Tensor, device: torch.device) -> Tensor:
+    """`value`, as a float32 tensor if it is none."""
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _scalar_on(value: float | Tensor, device: torch.device) -> float | Tensor:
@@ -224,39 +226,40 @@ def _l2norm_per_tensor(tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     return _C.multi_tensor_l2norm(tensors, True)
 
 
-def _register(library: torch.library.Library, schema: str, compiled: Callable[..., object],
-              in_torch: Callable[..., object], fake: Callable[..., object] = _fake_nothing) -> None:
+_library = torch.library.Library("apex_amp", "DEF")
+
+
+def register(schema: str, compiled: Callable[..., object], in_torch: Callable[..., object],
+             fake: Callable[..., object] = _fake_nothing) -> None:
+    """Defines torch.ops.apex_amp's op of `schema`: `compiled` where this build has kernels, `in_torch` elsewhere."""
     name = schema.partition("(")[0]
-    library.define(schema)
+    _library.define(schema)
     for key in ("CPU", "CUDA") if _C.build_info()["cuda"] else ("CPU",):
-        library.impl(name, _direct(compiled), key)
-    library.impl(name, in_torch, "CompositeExplicitAutograd")
-    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"apex_amp::{name}", fake, lib=library)
+        _library.impl(name, _direct(compiled), key)
+    _library.impl(name, in_torch, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"apex_amp::{name}", fake, lib=_library)
 
 
-def _register_ops() -> torch.library.Library:
-    library = torch.library.Library("apex_amp", "DEF")
+def _register_ops() -> None:
     flags = "Tensor(b!) found_inf"
     per_tensor = "Tensor(c!)? found_inf_per_tensor=None"
     # The overload that takes tensors comes first: torch.ops would read a tensor as a float, waiting for its device.
     for overload, scalar in ((".tensor", "Tensor"), ("", "float")):
-        _register(library, f"multi_tensor_scale{overload}(Tensor[] src, Tensor(a!)[] dst, {flags}, {scalar} scale, "
-                  f"{per_tensor}) -> ()", _C.multi_tensor_scale, _torch_scale)
-        _register(library, f"multi_tensor_unscale_{overload}(Tensor(a!)[] grads, {flags}, {scalar} inv_scale, "
-                  f"{per_tensor}) -> ()", _C.multi_tensor_unscale_, _torch_unscale_)
-        _register(library, f"multi_tensor_axpby{overload}(Tensor[] x, Tensor[] y, Tensor(a!)[] out, {flags}, "
-                  f"{scalar} a, {scalar} b, str check=\"x\", {per_tensor}) -> ()", _C.multi_tensor_axpby, _torch_axpby)
-    _register(library, "multi_tensor_copy(Tensor[] src, Tensor(a!)[] dst) -> ()", _C.multi_tensor_copy, _torch_copy)
-    _register(library, f"multi_tensor_check(Tensor[] tensors, {flags}, {per_tensor}) -> ()", _C.multi_tensor_check,
-              _torch_check)
-    _register(library, "multi_tensor_l2norm(Tensor[] tensors) -> Tensor", _l2norm, _torch_l2norm, _fake_l2norm)
-    _register(library, "multi_tensor_l2norm_per_tensor(Tensor[] tensors) -> (Tensor, Tensor)", _l2norm_per_tensor,
-              _torch_l2norm_per_tensor, _fake_l2norm_per_tensor)
-    _register(library, "update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor found_inf, "
-              "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale) -> ()",
-              _C.update_scale_, _torch_update_scale_)
-    return library
+        register(f"multi_tensor_scale{overload}(Tensor[] src, Tensor(a!)[] dst, {flags}, {scalar} scale, {per_tensor})"
+                 " -> ()", _C.multi_tensor_scale, _torch_scale)
+        register(f"multi_tensor_unscale_{overload}(Tensor(a!)[] grads, {flags}, {scalar} inv_scale, {per_tensor})"
+                 " -> ()", _C.multi_tensor_unscale_, _torch_unscale_)
+        register(f"multi_tensor_axpby{overload}(Tensor[] x, Tensor[] y, Tensor(a!)[] out, {flags}, {scalar} a, "
+                 f"{scalar} b, str check=\"x\", {per_tensor}) -> ()", _C.multi_tensor_axpby, _torch_axpby)
+    register("multi_tensor_copy(Tensor[] src, Tensor(a!)[] dst) -> ()", _C.multi_tensor_copy, _torch_copy)
+    register(f"multi_tensor_check(Tensor[] tensors, {flags}, {per_tensor}) -> ()", _C.multi_tensor_check, _torch_check)
+    register("multi_tensor_l2norm(Tensor[] tensors) -> Tensor", _l2norm, _torch_l2norm, _fake_l2norm)
+    register("multi_tensor_l2norm_per_tensor(Tensor[] tensors) -> (Tensor, Tensor)", _l2norm_per_tensor,
+             _torch_l2norm_per_tensor, _fake_l2norm_per_tensor)
+    register("update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor found_inf, float growth_factor, "
+             "float backoff_factor, int growth_interval, float min_scale, float max_scale) -> ()",
+             _C.update_scale_, _torch_update_scale_)
 
 
-_library = _register_ops()
+_register_ops()

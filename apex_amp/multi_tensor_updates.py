@@ -10,7 +10,7 @@ where found_inf isn't 0 nothing is written at all; both are read on their device
 a float or such a tensor. Every tensor of a written list has its version moved, skipped or not. Errors are TypeError or
 ValueError that name the argument and its index, and nothing has been written when one is raised.
 
-Where this build has no kernels for a device the same rules run in plain torch.
+Calls go to the compiled functions, or to the ops registered here, as multi_tensor.py says.
 """
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _C
+from .multi_tensor import register, scalar_tensor
 
 __all__ = ["multi_tensor_adagrad", "multi_tensor_adam", "multi_tensor_lamb", "multi_tensor_novograd",
            "multi_tensor_sgd"]
 
 Tensors = Sequence[Tensor]
 Steps = Sequence[Tensor] | float
+
+_ops = torch.ops.apex_amp
 
 
 def multi_tensor_adam(grads: Tensors, params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Steps,
@@ -35,8 +39,8 @@ def multi_tensor_adam(grads: Tensors, params: Tensors, exp_avgs: Tensors, exp_av
     """Adam (arXiv 1412.6980) with L2 regularization, or with adam_w_mode decoupled weight decay (arXiv 1711.05101)."""
     args = (grads, params, exp_avgs, exp_avg_sqs, steps, model_params, found_inf, inv_scale, lr, beta1, beta2, eps,
             weight_decay, adam_w_mode, bias_correction)
-    if not _C.multi_tensor_adam(*args):
-        _torch_adam(*args)
+    if is_compiling() or not _C.multi_tensor_adam(*args):
+        _ops.multi_tensor_adam(*args)
 
 
 def multi_tensor_sgd(grads: Tensors, params: Tensors, momentum_buffers: Tensors | None, model_params: Tensors | None,
@@ -46,8 +50,8 @@ def multi_tensor_sgd(grads: Tensors, params: Tensors, momentum_buffers: Tensors 
     """torch.optim.SGD's rule. first_run: the buffers' values don't count, they become the gradients."""
     args = (grads, params, momentum_buffers, model_params, found_inf, inv_scale, lr, momentum, dampening, weight_decay,
             nesterov, first_run, wd_after_momentum)
-    if not _C.multi_tensor_sgd(*args):
-        _torch_sgd(*args)
+    if is_compiling() or not _C.multi_tensor_sgd(*args):
+        _ops.multi_tensor_sgd(*args)
 
 
 def multi_tensor_lamb(grads: Tensors, params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Steps,
@@ -63,8 +67,11 @@ def multi_tensor_lamb(grads: Tensors, params: Tensors, exp_avgs: Tensors, exp_av
     """
     args = (grads, params, exp_avgs, exp_avg_sqs, steps, model_params, found_inf, inv_scale, lr, grad_norm, beta1,
             beta2, eps, weight_decay, adam_w_mode, bias_correction, grad_averaging, max_grad_norm, use_nvlamb)
-    if not _C.multi_tensor_lamb(*args):
-        _torch_lamb(*args)
+    if is_compiling() or not _C.multi_tensor_lamb(*args):
+        if isinstance(lr, Tensor) != isinstance(grad_norm, Tensor):
+            device = lr.device if isinstance(lr, Tensor) else grad_norm.device
+            args = (*args[:8], scalar_tensor(lr, device), scalar_tensor(grad_norm, device), *args[10:])
+        _ops.multi_tensor_lamb(*args)
 
 
 def multi_tensor_novograd(grads: Tensors, params: Tensors, exp_avgs: Tensors, averaged_norms: Tensors,
@@ -79,8 +86,8 @@ def multi_tensor_novograd(grads: Tensors, params: Tensors, exp_avgs: Tensors, av
     """
     args = (grads, params, exp_avgs, averaged_norms, steps, model_params, found_inf, inv_scale, lr, grad_norms, beta1,
             beta2, eps, weight_decay, bias_correction, grad_averaging, reg_inside_moment, l2_norm, init_zero)
-    if not _C.multi_tensor_novograd(*args):
-        _torch_novograd(*args)
+    if is_compiling() or not _C.multi_tensor_novograd(*args):
+        _ops.multi_tensor_novograd(*args)
 
 
 def multi_tensor_adagrad(grads: Tensors, params: Tensors, sums: Tensors, steps: Steps, model_params: Tensors | None,
@@ -89,8 +96,8 @@ def multi_tensor_adagrad(grads: Tensors, params: Tensors, sums: Tensors, steps: 
     """Adagrad (JMLR 12, 2011) with L2 regularization, or with adagrad_w_mode decoupled weight decay."""
     args = (grads, params, sums, steps, model_params, found_inf, inv_scale, lr, lr_decay, eps, weight_decay,
             adagrad_w_mode)
-    if not _C.multi_tensor_adagrad(*args):
-        _torch_adagrad(*args)
+    if is_compiling() or not _C.multi_tensor_adagrad(*args):
+        _ops.multi_tensor_adagrad(*args)
 
 
 # The same rules in plain torch, tensor by tensor. Nothing here waits for the device.
@@ -210,3 +217,34 @@ def _torch_adagrad(grads, params, sums, steps, model_params, found_inf, inv_scal
             update = update + weight_decay * value
         rate = lr / (1 + (step.count(steps, i) - 1) * lr_decay)
         step.finish(param, value - rate * update, model_params, i)
+
+
+def _register_ops() -> None:
+    lists = "Tensor[] grads, Tensor(a!)[] params"
+    moments = "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs"
+    options = "Tensor(e!)[]? model_params, Tensor? found_inf, Tensor? inv_scale"
+    decay = "float beta1, float beta2, float eps, float weight_decay"
+    # As in multi_tensor.py, overloads that take tensors come first.
+    for overload, lr, steps in (("tensor", "Tensor", "Tensor(d!)[]"), ("", "float", "Tensor(d!)[]"),
+                                ("tensor_number", "Tensor", "float"), ("number", "float", "float")):
+        name = f".{overload}".rstrip(".")
+        register(f"multi_tensor_adam{name}({lists}, {moments}, {steps} steps, {options}, {lr} lr, {decay}, "
+                 "bool adam_w_mode, bool bias_correction) -> ()", _C.multi_tensor_adam, _torch_adam)
+        register(f"multi_tensor_lamb{name}({lists}, {moments}, {steps} steps, {options}, {lr} lr, {lr} grad_norm, "
+                 f"{decay}, bool adam_w_mode, bool bias_correction, bool grad_averaging, float max_grad_norm, "
+                 "bool use_nvlamb) -> ()", _C.multi_tensor_lamb, _torch_lamb)
+        register(f"multi_tensor_adagrad{name}({lists}, Tensor(b!)[] sums, {steps} steps, {options}, {lr} lr, "
+                 "float lr_decay, float eps, float weight_decay, bool adagrad_w_mode) -> ()", _C.multi_tensor_adagrad,
+                 _torch_adagrad)
+        if steps == "float":
+            continue
+        register(f"multi_tensor_sgd{name}({lists}, Tensor(b!)[]? momentum_buffers, {options}, {lr} lr, float momentum, "
+                 "float dampening, float weight_decay, bool nesterov, bool first_run, bool wd_after_momentum) -> ()",
+                 _C.multi_tensor_sgd, _torch_sgd)
+        register(f"multi_tensor_novograd{name}({lists}, Tensor(b!)[] exp_avgs, Tensor(c!)[] averaged_norms, "
+                 f"{steps} steps, {options}, {lr} lr, Tensor grad_norms, {decay}, bool bias_correction, "
+                 "bool grad_averaging, bool reg_inside_moment, bool l2_norm, bool init_zero) -> ()",
+                 _C.multi_tensor_novograd, _torch_novograd)
+
+
+_register_ops()

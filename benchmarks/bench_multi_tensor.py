@@ -53,26 +53,36 @@ def cases(tensors: int, size: int, device: torch.device) -> Iterator[Case]:
                lambda: torch._foreach_copy_(grads, masters), (1, 1, 1, 1))
 
 
-def interleaved_seconds(functions: list[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Each function's median time; one call of each is a round, so that slow moments of the machine hit all."""
+def interleaved_seconds(functions: list[Callable[[], Any]], repeats: int, device: torch.device,
+                        settle: Callable[[], Any] = lambda: None) -> list[float]:
+    """Each function's median time; one call of each is a round, so that slow moments of the machine hit all.
+
+    `settle` runs before each call, untimed.
+    """
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times: list[list[float]] = [[] for _ in functions]
     for round_number in range(repeats + 1):
         for function, sample in zip(functions, times):
+            settle()
+            wait()
             start = time.perf_counter()
             function()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait()
             if round_number:  # the first warms up
                 sample.append(time.perf_counter() - start)
     return [statistics.median(sample) for sample in times]
 
 
 def measure(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+    # Read before each call of a large op: else each would pay for writing the cached output of the other back to
+    # memory, and those that store past the caches, as ours do, leave nothing to pay for.
+    neutral = torch.ones(32_000_000, device=device)
     for column, (tensors, size) in enumerate(SHAPES):
         elements = tensors * size
+        large = elements > 1_000_000
         for case in cases(tensors, size, device):
-            rounds = repeats if elements > 1_000_000 else 200 * repeats
-            ours, torchs = interleaved_seconds([case.ours, case.torchs], rounds, device)
+            ours, torchs = interleaved_seconds([case.ours, case.torchs], repeats if large else 200 * repeats, device,
+                                               neutral.sum if large else lambda: None)
             yield {"op": case.name, "tensors": tensors, "size": size, "ms": ours * 1e3, "torch_ms": torchs * 1e3,
                    "gb_per_s": case.bytes_per_element * elements / ours / 1e9, "ratio": torchs / ours,
                    "wanted": case.wanted[column] if device.type == "cpu" else None}

@@ -4,12 +4,14 @@
 
 Parameters have 16 elements each, and fresh copies of ready-made gradients stand for the backward, whose time is left
 out. What is left is the optimizer's own step (the same in every column, shown alone as "optimizer") and what each side
-adds to it. All columns of a size take turns in one process; figures are medians of the thread's CPU time.
+adds to it. All columns of a size take turns in one process, in another order each round, for a column finds in the
+caches what the one before it used; figures are medians of the thread's CPU time.
 """
 from __future__ import annotations
 
 import argparse
 import platform
+import random
 import statistics
 import time
 from typing import Callable
@@ -90,10 +92,13 @@ def measure(count: int, optimizer_name: str, seconds: float) -> dict[str, float]
     times: dict[str, list[float]] = {column: [] for column in iterations}
     for iteration in iterations.values():
         iteration()
+    order = list(iterations)
+    shuffle = random.Random(0).shuffle
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["optimizer"]) < 5:
-        for column, iteration in iterations.items():
-            times[column].append(iteration())
+        shuffle(order)
+        for column in order:
+            times[column].append(iterations[column]())
     amp.shutdown()
     return {column: statistics.median(values) for column, values in times.items()}
 

@@ -1,4 +1,4 @@
-// What bindings.cpp hands to the CPU and CUDA executors: plain structs, no torch, no CUDA headers.
+// What the bindings hand to the CPU and CUDA executors: plain structs, no torch, no CUDA headers.
 //
 // Adding an elementwise op: its struct in elementwise.h (an optimizer's in optimizer_elements.h), its dtypes in
 // ElementDTypes below, its name in APEX_AMP_FOR_EACH_ELEMENT, one binding.

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kWarpSize = 32;
 constexpr int kBlockThreads = 256;
-constexpr int kThreadElements = 16;  // of each list that a thread holds in registers at a time
+constexpr int kThreadElements = 8;  // of each list that a thread holds in registers at a time
 constexpr int kTile = kBlockThreads * kThreadElements;
-constexpr int kElementwiseChunk = 4 * kTile;
+constexpr int kElementwiseChunk = 8 * kTile;
 constexpr int kVectorBytes = 16;  // the widest memory access of a thread
 
 // ---- dtypes ---------------------------------------------------------------------------------------------------
@@ -487,13 +487,16 @@ template <class Element>
 Status run_elementwise_cuda(const TensorTable& tensors, const typename Element::Args& args, FoundInf found_inf,
                             void* stream) {
   static_assert(sizeof(args) + sizeof(found_inf) <= kOtherParameterBytes, "a small table leaves less room");
-  return dispatch_dtypes(tensors.dtype, typename ElementDTypes<Element>::type{}, [&](auto... dtypes) {
-    return for_each_launch<Element::kLists>(tensors, kElementwiseChunk, [&](const auto& table, int64_t chunks) {
-      if (chunks == 0) return Status{};
-      using Table = std::decay_t<decltype(table)>;
-      return launch(elementwise_kernel<Element, Table, size_of(decltype(dtypes)::value)...>, chunks, kBlockThreads, 0,
-                    stream, table, args, bfloat16_lists(tensors, Element::kLists), found_inf);
+  return for_each_launch<Element::kLists>(tensors, kElementwiseChunk, [&](const auto& table, int64_t chunks) {
+    using Table = std::decay_t<decltype(table)>;
+    void (*kernel)(const Table __grid_constant__, typename Element::Args, unsigned, FoundInf) = nullptr;
+    const Status status = dispatch_dtypes(tensors.dtype, typename ElementDTypes<Element>::type{}, [&](auto... dtypes) {
+      kernel = elementwise_kernel<Element, Table, size_of(decltype(dtypes)::value)...>;
+      return Status{};
     });
+    if (status.code != Status::kOk || chunks == 0) return status;
+    return launch(kernel, chunks, kBlockThreads, 0, stream, table, args, bfloat16_lists(tensors, Element::kLists),
+                  found_inf);
   });
 }
 
@@ -502,16 +505,17 @@ Status run_elementwise_cuda(const TensorTable& tensors, const typename Element::
 APEX_AMP_FOR_EACH_ELEMENT(APEX_AMP_INSTANTIATE)
 
 Status square_sums_cuda(const TensorTable& tensors, double* scratch, double* sums, void* stream) {
-  return dispatch_dtypes(tensors.dtype, ListTypes<FloatAndDoubleTypes>{}, [&](auto dtype) {
-    return for_each_launch<1>(tensors, kNormChunk, [&](const auto& table, int64_t chunks) {
-      using Table = std::decay_t<decltype(table)>;
-      Status status;
-      if (chunks > 0)
-        status = launch(chunk_square_sums_kernel<Table, size_of(dtype.value)>, chunks, kBlockThreads, 0, stream, table,
-                        bfloat16_lists(tensors, 1) != 0, scratch, sums);
-      if (all_of_one_chunk(table) || status.code != Status::kOk) return status;
-      return launch(tensor_square_sums_kernel<Table>, table.tensors, kBlockThreads, 0, stream, table, scratch, sums);
+  return for_each_launch<1>(tensors, kNormChunk, [&](const auto& table, int64_t chunks) {
+    using Table = std::decay_t<decltype(table)>;
+    void (*kernel)(const Table __grid_constant__, bool, double*, double*) = nullptr;
+    Status status = dispatch_dtypes(tensors.dtype, ListTypes<FloatAndDoubleTypes>{}, [&](auto dtype) {
+      kernel = chunk_square_sums_kernel<Table, size_of(dtype.value)>;
+      return Status{};
     });
+    if (status.code == Status::kOk && chunks > 0)
+      status = launch(kernel, chunks, kBlockThreads, 0, stream, table, bfloat16_lists(tensors, 1) != 0, scratch, sums);
+    if (all_of_one_chunk(table) || status.code != Status::kOk) return status;
+    return launch(tensor_square_sums_kernel<Table>, table.tensors, kBlockThreads, 0, stream, table, scratch, sums);
   });
 }
 
@@ -519,19 +523,22 @@ template <class Element>
 Status run_summing_cuda(const TensorTable& tensors, const typename Element::Args& args, double* scratch, double* sums,
                         int64_t stride, void* stream) {
   static_assert(sizeof(args) + 4 * sizeof(int64_t) + sizeof(unsigned) <= kOtherParameterBytes, "see the table");
-  return dispatch_dtypes(tensors.dtype, typename ElementDTypes<Element>::type{}, [&](auto... dtypes) {
-    return for_each_launch<Element::kLists>(tensors, kNormChunk, [&](const auto& table, int64_t chunks) {
-      using Table = std::decay_t<decltype(table)>;
-      Status status;
-      if (chunks > 0)
-        status = launch(summing_kernel<Element, Table, size_of(decltype(dtypes)::value)...>, chunks, kBlockThreads, 0,
-                        stream, table, args, bfloat16_lists(tensors, Element::kLists), scratch, chunks, sums, stride);
-      if (all_of_one_chunk(table)) return status;
-      for (int s = 0; s < Element::kSums && status.code == Status::kOk; ++s)
-        status = launch(tensor_square_sums_kernel<Table>, table.tensors, kBlockThreads, 0, stream, table,
-                        scratch + s * chunks, sums + s * stride);
-      return status;
+  return for_each_launch<Element::kLists>(tensors, kNormChunk, [&](const auto& table, int64_t chunks) {
+    using Table = std::decay_t<decltype(table)>;
+    void (*kernel)(const Table __grid_constant__, typename Element::Args, unsigned, double*, int64_t, double*,
+                   int64_t) = nullptr;
+    Status status = dispatch_dtypes(tensors.dtype, typename ElementDTypes<Element>::type{}, [&](auto... dtypes) {
+      kernel = summing_kernel<Element, Table, size_of(decltype(dtypes)::value)...>;
+      return Status{};
     });
+    if (status.code == Status::kOk && chunks > 0)
+      status = launch(kernel, chunks, kBlockThreads, 0, stream, table, args, bfloat16_lists(tensors, Element::kLists),
+                      scratch, chunks, sums, stride);
+    if (all_of_one_chunk(table)) return status;
+    for (int s = 0; s < Element::kSums && status.code == Status::kOk; ++s)
+      status = launch(tensor_square_sums_kernel<Table>, table.tensors, kBlockThreads, 0, stream, table,
+                      scratch + s * chunks, sums + s * stride);
+    return status;
   });
 }
 

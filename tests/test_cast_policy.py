@@ -107,7 +107,7 @@ def test_every_listed_name_exists_somewhere() -> None:
     listed = [name for key, value in vars(cast_lists).items() if key.isupper() and key != "NAMESPACES"
               for name in value]
     missing = [name for name in listed if patched_policy(name) is None and
-               not any(name in vars(owner) for owner in (torch.fft, torch.special))]
+               not any(name in vars(owner) for owner in (torch.fft, torch.special, torch.sparse))]
     assert missing == []
 
 
@@ -142,8 +142,12 @@ FP32_CALLS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda h: torch.cdist(h, h), lambda h: F.interpolate(h[None], 4),
     lambda h: F.grid_sample(h[None, None], h.new_zeros(1, 2, 2, 2), align_corners=False),
     lambda h: torch.linalg.inv(h[:, :4]), lambda h: torch.linalg.svdvals(h), lambda h: torch.matrix_exp(h[:, :4]),
-    lambda h: torch.quantile(h, 0.5), lambda h: torch.special.ndtri(h.abs().clamp(max=0.5)),
-    lambda h: torch.special.zeta(h.abs().clamp(min=2), h.abs()), lambda h: torch.polar(h, h).abs(), lambda h: h.cpu(),
+    lambda h: h.cpu(), lambda h: torch.quantile(h, 0.5), lambda h: h.nanquantile(0.5),
+    lambda h: torch.special.log_ndtr(h), lambda h: torch.special.zeta(0 * h + 3, 0 * h + 2),
+    lambda h: torch.linalg.vander(h), lambda h: torch.histogram(h, 4)[0], lambda h: torch.histc(h, 4, -1e9, 1e9),
+    lambda h: F.avg_pool3d(h[None, None].expand(1, 1, 2, 4, 8), 2), lambda h: F.rrelu(h, 0.25, 0.25),
+    lambda h: torch.view_as_real(torch.complex(h, h)), lambda h: torch.view_as_real(torch.polar(h.abs(), h)),
+    lambda h: torch.view_as_real(torch.view_as_complex(h.reshape(4, 4, 2)) * 1j),
 ]
 PROMOTE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, f: h + f, lambda h, f: f - h, lambda h, f: h * f, lambda h, f: h / f, lambda h, f: torch.add(h, f),
@@ -158,13 +162,10 @@ PROMOTE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda h, f: h.index_put((torch.tensor([0]),), f[0]), lambda h, f: h.masked_scatter(f > 0, f),
     lambda h, f: h.scatter_add(0, torch.zeros(1, 8, dtype=torch.long), f[:1]), lambda h, f: torch.kron(h, f),
     lambda h, f: h.scatter(0, torch.zeros(1, 8, dtype=torch.long), f[:1]), lambda h, f: h.clamp(min=f),
+    lambda h, f: h.put(torch.tensor([0]), f[0, :1]), lambda h, f: torch.put(f, torch.tensor([0]), h[0, :1]),
+    lambda h, f: F.embedding_bag(torch.tensor([[0, 1]]), f, mode="sum", per_sample_weights=h[:1, :2]),
     lambda h, f: torch.block_diag(h, f), lambda h, f: torch.logaddexp(h, f), lambda h, f: torch.outer(h[0], f[0]),
 ]
-def set_item(x: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
-    x[index] = value
-    return x
-
-
 IN_PLACE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: x.add_(y), lambda x, y: x.sub_(y), lambda x, y: x.mul_(y), lambda x, y: x.div_(y),
     lambda x, y: x.copy_(y), lambda x, y: x.__iadd__(y), lambda x, y: x.__imul__(y), lambda x, y: x.lerp_(y, 0.5),
@@ -172,10 +173,17 @@ IN_PLACE_CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: x.addcmul_(y, y), lambda x, y: x.addmm_(y[:, :4], y[:4]), lambda x, y: x.masked_scatter_(y > 0, y),
     lambda x, y: x.index_put_((torch.tensor([0]),), y[0]), lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
     lambda x, y: x.scatter_add_(0, torch.zeros(1, 8, dtype=torch.long), y[:1]), lambda x, y: x.clamp_(min=y),
-    lambda x, y: x.put_(torch.tensor([0, 1]), y[0, :2]), lambda x, y: set_item(x, torch.tensor([0, 1]), y[:2]),
-    lambda x, y: set_item(x, x > 0, y[0, 0]), lambda x, y: set_item(x, slice(0, 2), y[:2]),
+    lambda x, y: x.put_(torch.tensor([0, 1]), y[0, :2]), lambda x, y: assigned(x, torch.tensor([0, 1]), y[:2]),
+    lambda x, y: assigned(x, x > 0, y[0, 0]), lambda x, y: assigned(x, slice(0, 2), y[:2]),
     lambda x, y: x.index_copy_(0, torch.tensor([0]), y[:1]), lambda x, y: x.fmod_(y), lambda x, y: x.copysign_(y),
+    lambda x, y: assigned(x, 0, y[0]), lambda x, y: assigned(x, y > 0, y[y > 0]),
+    lambda x, y: assigned(x, (slice(None), torch.tensor([1, 2])), y[:, :2]),
 ]
+
+
+def assigned(target: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+    target[index] = value
+    return target
 
 
 def reference(call: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
@@ -275,7 +283,8 @@ def test_a_number_that_half_cannot_hold_makes_the_call_fp32() -> None:
     assert filled.dtype == FLOAT and filled[mask].eq(-1e9).all()
     assert half.masked_fill(mask, value=-60000.0).dtype == HALF
     assert half.masked_fill(mask, float("-inf")).dtype == HALF
-    assert F.pad(half, (1, 1), value=1e5).dtype == FLOAT
+    assert F.pad(half, (1, 1), value=1e5).dtype == half.new_full((2,), -1e9).dtype == FLOAT
+    assert F.hardtanh(half, -1e9, 1e9).dtype == FLOAT
     assert half.clamp(min=-1e9).dtype == FLOAT
     assert half.bfloat16().masked_fill(mask, -1e9).dtype == torch.bfloat16
 
@@ -288,6 +297,9 @@ def test_in_place_fill_saturates_and_warns_once() -> None:
         for _ in range(2):
             half.masked_fill_(mask, -1e9)
     assert len(caught) == 1 and "masked_fill_" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="-1000000000.0 does not fit"):
+        assert half.clone().fill_diagonal_(-1e9)[1, 1] == torch.finfo(HALF).min
+        assert half.clone().scatter_(0, torch.zeros(1, 8, dtype=torch.long), -1e9)[0, 0] == torch.finfo(HALF).min
     assert half.dtype == HALF and half[mask].eq(torch.finfo(HALF).min).all()
 
 
@@ -335,16 +347,21 @@ def test_spectral_functions_run_in_float() -> None:
 
 
 @pytest.mark.parametrize("call", [
+    lambda s, d: torch.mm(s, d), lambda s, d: s @ d, lambda s, d: torch.sparse.mm(s, d), lambda s, d: torch.spmm(s, d),
+    lambda s, d: torch.dsmm(s, d), lambda s, d: torch.sparse.addmm(d, s, d)])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_products_run_in_float(call: Callable[..., torch.Tensor], layout: torch.layout) -> None:
+    half, full = tensors()
+    sparse = torch.eye(4).to_sparse(layout=layout)
+    assert call(sparse, full).dtype == call(sparse, half).dtype == FLOAT
+
+
+@pytest.mark.parametrize("call", [
     lambda h: torch.linalg.vector_norm(h, dtype=HALF), lambda h: torch.sum(h, 0, dtype=HALF),
     lambda h: torch.norm(h, dtype=HALF), lambda h: F.softmax(h, -1, dtype=HALF)])
 def test_an_explicit_dtype_decides(call: Callable[..., torch.Tensor]) -> None:
     half, _ = tensors()
     assert call(half).dtype == HALF
-
-
-def test_sparse_products_run_in_float() -> None:
-    sparse = torch.eye(3).to_sparse()
-    assert torch.mm(sparse, torch.ones(3, 3)).dtype == FLOAT
 
 
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -318,3 +318,18 @@ def test_disable_casts_is_a_decorator_too():
     assert product.__doc__ == "Of x with itself."
     assert product(x).dtype is product(x).dtype is torch.float32 and torch.mm(x, x).dtype is torch.float16
     assert model(x).dtype is torch.float16
+
+
+@pytest.mark.parametrize("hooks", [
+    torch.autograd.graph.save_on_cpu,
+    lambda: torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.cpu(), lambda packed: packed)])
+def test_saved_tensor_hooks_give_back_what_was_saved(hooks: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with hooks():
+        loss = model(x).sum()
+    loss.backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex_amp import multi_tensor
+from apex_amp import multi_tensor, multi_tensor_updates, optimizers
 
 ops = torch.ops.apex_amp
 
@@ -24,6 +24,10 @@ def flags():
 
 def counter():
     return torch.zeros(1, dtype=torch.int32)
+
+
+def counters():
+    return [torch.full((), 3.0) for _ in tensors()]
 
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -43,15 +47,54 @@ SAMPLES = [
 ]
 
 
+def squares():
+    return [tensor.square() for tensor in tensors()]
+
+
+def update_samples(overload):
+    """The optimizers' rules in one overload: lr (and LAMB's norm) tensors or numbers, steps tensors or a number."""
+    def number(value):
+        return torch.tensor(value) if overload.startswith("tensor") else value
+
+    def steps():
+        return 4.0 if overload.endswith("number") else counters()
+
+    def state(count):
+        return [squares() for _ in range(count)]
+
+    def scaled(f):
+        return tensors(HALF), f, torch.tensor([0.5])  # model_params, found_inf, inv_scale
+
+    samples = {
+        "adam": lambda f: (tensors(HALF), tensors(), *state(2), steps(), *scaled(f), number(0.125), 0.9, 0.99, 1e-8,
+                           0.1, True, True),
+        "lamb": lambda f: (tensors(HALF), tensors(), *state(2), steps(), *scaled(f), number(0.125), number(2.0), 0.9,
+                           0.99, 1e-6, 0.1, True, True, True, 1.0, False),
+        "adagrad": lambda f: (tensors(), tensors(HALF), *state(1), steps(), None, None, None, number(0.125), 0.1,
+                              1e-10, 0.1, False),
+        "sgd": lambda f: (tensors(HALF), tensors(), *state(1), *scaled(f), number(0.125), 0.9, 0.0, 0.1, True, False,
+                          False),
+        "novograd": lambda f: (tensors(HALF), tensors(), *state(1), counters(), counters(), *scaled(f), number(0.125),
+                               torch.ones(4), 0.9, 0.99, 1e-8, 0.1, True, True, False, True, False),
+    }
+    packets = [(getattr(ops, f"multi_tensor_{rule}"), sample) for rule, sample in samples.items()]
+    return [(getattr(packet, overload), sample) for packet, sample in packets if overload in packet.overloads()]
+
+
+for each in ("tensor", "default", "tensor_number", "number"):
+    SAMPLES += update_samples(each)
+
+
 @pytest.mark.parametrize("op,sample", SAMPLES, ids=[str(op) for op, _ in SAMPLES])
 def test_opcheck(op, sample):
     opcheck(op, sample(torch.zeros(1)))
 
 
 def test_every_registered_op_has_a_sample():
-    library = [schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("apex_amp::")]
-    assert {name.removeprefix("apex_amp::") for name in library if "multi_tensor" in name or "scale" in name} \
-        == {op._schema.name.removeprefix("apex_amp::") for op, _ in SAMPLES}
+    registered = {(schema.name, schema.overload_name) for schema in torch._C._jit_get_all_schemas()
+                  if schema.name.startswith(("apex_amp::multi_tensor", "apex_amp::update_scale"))}
+    assert registered == {(op._schema.name, op._schema.overload_name) for op, _ in SAMPLES}
+
 
 
 def every_function(grads, masters, found_inf, per_tensor, inv_scale, scale, tracker):
@@ -72,7 +115,8 @@ def arguments(poisoned):
 
 
 def flat(*values):
-    return [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else [value])]
+    return [leaf for value in values
+            for leaf in (flat(*value) if isinstance(value, (list, tuple)) else [value])]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -85,6 +129,51 @@ def test_compiled_whole_with_the_bits_of_eager(backend):
         for ours, eager in zip(got, expected):
             assert torch.equal(ours.nan_to_num(7.0), eager.nan_to_num(7.0))
         assert compiled_args[2].item() == poisoned
+
+
+def every_update(grads, params, states, steps, model_params, found_inf, lr):
+    first, second, momentum, total, norms = states
+    multi_tensor_updates.multi_tensor_adam(grads, params, first, second, steps, model_params, found_inf, None, lr, 0.9,
+                                           0.99, 1e-8, 0.1, True, True)
+    norm, per_tensor = multi_tensor.multi_tensor_l2norm(grads, per_tensor=True)
+    multi_tensor_updates.multi_tensor_lamb(grads, params, first, second, steps, None, found_inf, None, 0.125, norm,
+                                           0.9, 0.99, 1e-6, 0.1, True, True, True, 1.0, False)
+    multi_tensor_updates.multi_tensor_sgd(grads, params, momentum, model_params, found_inf, None, lr, 0.9, 0.0, 0.1,
+                                          False, True, False)
+    multi_tensor_updates.multi_tensor_sgd(grads, params, None, None, None, None, lr, 0.0, 0.0, 0.1, False, False, False)
+    multi_tensor_updates.multi_tensor_adagrad(grads, params, total, 7, None, None, None, lr, 0.1, 1e-10, 0.1, False)
+    multi_tensor_updates.multi_tensor_novograd(grads, params, first, norms, steps, None, found_inf, None, lr,
+                                               per_tensor, 0.9, 0.99, 1e-8, 0.1, True, True, False, True, False)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("overflow", [0.0, 1.0])
+def test_update_rules_compiled_whole_have_the_bits_of_eager(backend, overflow):
+    def arguments():
+        states = [tensors(), squares(), tensors(), squares(), counters()]
+        return tensors(HALF), tensors(), states, counters(), tensors(HALF), torch.full((1,), overflow), 0.125
+
+    expected, got = arguments(), arguments()
+    every_update(*expected)
+    torch.compile(every_update, fullgraph=True, backend=backend)(*got)
+    assert all(map(torch.equal, flat(*got[1:3]), flat(*expected[1:3])))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad"])
+def test_a_step_compiled_whole_is_the_eager_step(name):
+    def make():
+        params = [tensor.requires_grad_() for tensor in tensors()]
+        return params, getattr(optimizers, name)(params, lr=0.125, weight_decay=0.1)
+
+    torch._dynamo.reset()  # all names share one lambda, which Dynamo compiles eight times only
+    (params, optimizer), (twins, eager) = make(), make()
+    step = torch.compile(lambda: optimizer.step(), fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        for param, twin in zip(params, twins):
+            param.grad, twin.grad = twin.detach().clone(), twin.detach().clone()
+        step()
+        eager.step()
+    assert all(map(torch.equal, params, twins))
 
 
 def test_a_compiled_graph_holds_the_ops_and_a_tensor_scale_stays_a_tensor():

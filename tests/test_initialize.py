@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,8 +134,11 @@ def test_limits_of_a_dynamic_scale(keywords, start):
     assert amp.loss_scale() == start
 
 
-def test_num_losses():
-    amp.initialize(*make(), opt_level="O1", num_losses=3, verbosity=0)
+@pytest.mark.parametrize("integer", [int, np.int64])
+def test_num_losses(integer):
+    model, optimizer = amp.initialize(*make(), opt_level="O1", num_losses=integer(3), verbosity=0)
+    with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer, loss_id=integer(2)) as scaled:
+        scaled.backward()
     assert sorted(amp.state_dict()) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
     with pytest.raises(IndexError, match="from 0 to 2, got 3"):
         amp.loss_scale(3)

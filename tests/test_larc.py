@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from apex_amp import amp
 from apex_amp.optimizers import LARC, FusedAdam, FusedSGD
 
 INNER = [(FusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}), (FusedAdam, {"lr": 0.01, "weight_decay": 0.01,
@@ -52,6 +53,28 @@ def test_hundred_steps_follow_the_reference(inner: tuple, clip: bool) -> None:
     for param, other in zip(params, exact):
         torch.testing.assert_close(param.double(), other, rtol=1e-4, atol=1e-5)
     assert larc.param_groups[0].get("weight_decay", 0) == given.get("weight_decay", 0)
+
+
+@pytest.mark.parametrize("wrapped", ["before initialize", "after initialize"])
+def test_half_gradients_are_made_masters_first(wrapped: str) -> None:
+    """Around an optimizer whose masters get gradients on demand only, LARC rescales them all the same."""
+    def run(materialize: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        optimizer: Any = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01,
+                                  materialize_master_grads=materialize)
+        if wrapped == "before initialize":
+            optimizer = LARC(optimizer)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
+        larc = optimizer if wrapped == "before initialize" else LARC(optimizer)
+        for step in range(3):
+            with amp.scale_loss(model(torch.full((2, 4), 1.0 + step)).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            larc.step()
+            larc.zero_grad()
+        return [master.detach().clone() for master in amp.master_params(larc)]
+
+    assert all(map(torch.equal, run(materialize=False), run(materialize=True)))
 
 
 def test_a_zero_gradient_gets_no_weight_decay() -> None:

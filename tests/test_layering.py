@@ -15,10 +15,11 @@ FLOORS = [
     ["_C", "_version", "legacy_torch"],
     ["amp.cast_state", "amp.cast_lists", "amp.generated_class"],
     ["amp.custom_function"],
-    ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor", "multi_tensor_updates"],
+    ["amp._state", "amp.integrations", "amp.traced_casts", "multi_tensor"],
+    ["multi_tensor_updates"],
     ["amp.patching", "amp.master_weights", "amp.scaler", "multi_tensor_apply", "normalization"],
     ["amp.model_cast", "amp.gradients", "amp.cast_report", "optimizers"],
-    ["amp.overflow", "amp.distributed"],
+    ["amp.overflow", "amp.distributed", "amp.arguments"],
     ["amp.amp_optimizer"],
     ["amp.scale_context"],
     ["amp.frontend", "amp.autocast", "amp.grad_scaler"],
@@ -40,9 +41,14 @@ INCLUDES = {
     "multi_tensor_cuda.cu": {"multi_tensor.h"},
     "cast_function.h": set(),
     "cast_function.cpp": {"cast_function.h"},
-    "bindings.cpp": {"cast_function.h", "multi_tensor.h"},
+    "tensor_lists.h": {"multi_tensor.h"},
+    "bindings.h": set(),
+    "optimizer_bindings.cpp": {"bindings.h", "tensor_lists.h"},
+    "tensor_attributes.cpp": {"bindings.h", "tensor_lists.h"},
+    "bindings.cpp": {"bindings.h", "cast_function.h", "tensor_lists.h"},
 }
-TORCH_UNITS = {"bindings.cpp", "cast_function.cpp"}
+TORCH_UNITS = {"bindings.h", "tensor_lists.h", "bindings.cpp", "optimizer_bindings.cpp", "tensor_attributes.cpp",
+               "cast_function.cpp"}
 
 
 def module_names(package: Path) -> dict[str, Path]:

@@ -243,3 +243,49 @@ def test_the_optimizer_may_die_first(level):
     model.state_dict()["0.weight"].zero_()
     model(torch.randn(6, 4))
     assert not model[0].weight.any()
+
+
+@levels
+def test_parameters_replaced_after_initialize_are_reported(level):
+    model, optimizer = build(level)
+    step(model, optimizer)
+    model[3].weight = nn.Parameter(torch.zeros_like(model[3].weight))
+    optimizer._amp_stash.setup.verbosity = 1
+    with pytest.warns(UserWarning, match=r"1 parameters with FP32 masters .* shape \(1, 8\)"):
+        step(model, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="replaced the model's parameters .* before amp.initialize"):
+        model.to("meta")
+
+
+@levels
+def test_frozen_parameters_are_not_reported_as_replaced(level, recwarn):
+    model, optimizer = build(level)
+    optimizer._amp_stash.setup.verbosity = 1
+    step(model, optimizer)
+    model[0].requires_grad_(False)
+    step(model, optimizer, seed=1)
+    assert not recwarn.list
+
+
+@levels
+def test_a_small_fp32_gradient_is_written_again_unless_somebody_has_it(level):
+    model, optimizer = build(level)
+
+    def gradient(seed: int) -> torch.Tensor:
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return model[0].weight.grad
+
+    address = gradient(0).data_ptr()
+    assert gradient(1).data_ptr() == address
+    held = gradient(2)
+    copy_of_held = held.clone()
+    view = gradient(3).view(-1)
+    copy_of_view = view.clone()
+    array = gradient(4).numpy()
+    copy_of_array = array.copy()
+    gradient(5)
+    assert torch.equal(held, copy_of_held) and torch.equal(view, copy_of_view) and (array == copy_of_array).all()

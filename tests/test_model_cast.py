@@ -321,6 +321,25 @@ def test_gradients_flow_through_the_casts(level):
     torch.testing.assert_close(x.grad, model.weight.detach().float().sum(0).expand(3, 4), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_that_is_made_another_dtype_takes_inputs_of_that_one(level, dtype):
+    model = nn.Linear(3, 2)
+    exact, x = copy.deepcopy(model).to(dtype), torch.randn(4, 3)
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0,
+                                      loss_scale=8.0 if level in ("O1", "O2") else None)
+    model.to(dtype)
+    torch.testing.assert_close(model(x.to(dtype)).double(), exact(x.to(dtype)).double(), rtol=1e-2, atol=1e-2)
+    if next(amp.master_params(optimizer)) is not model.weight:
+        assert torch.equal(model.weight, exact.weight)
+    if dtype is not torch.float64:
+        loss = model(x.to(dtype)).float().square().sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert model(x.to(dtype)).float().square().sum() < loss and model.weight.dtype is dtype
+
+
 # --- it stays its author's class --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -329,6 +348,9 @@ def test_an_amp_model_looks_like_its_class(level):
     model = initialize(Net(), level)
     assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model).__module__ == __name__
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert inspect.getfullargspec(model.forward) == inspect.getfullargspec(plain.forward)
+    assert inspect.signature(type(model)) == inspect.signature(Net)
+    assert str(inspect.signature(type("Child", (type(model),), {}))) == "(*args: 'Any', **kwargs: 'Any') -> 'Any'"
     assert repr(model).splitlines()[:3] == repr(plain).splitlines()[:3]
     fresh = type(model)()
     assert type(fresh) is Net and fresh.conv.weight.dtype is torch.float32 and "_amp_cast" not in vars(fresh)

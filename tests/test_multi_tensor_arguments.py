@@ -82,6 +82,56 @@ def test_copy_on_write_tensors_are_separated_before_a_write():
     assert original.tolist() == [1.0] * 4 and lazy.tolist() == [0.5] * 4
 
 
+# ---- lists long enough for several threads ---------------------------------------------------------------------------
+
+LONG = 5000
+
+
+def long_list(odd: int, oddity: object) -> list[Tensor]:
+    """LONG tensors [i, i], but `oddity` in the place of number `odd`."""
+    result: list = [torch.full((2,), float(i)) for i in range(LONG)]
+    result[odd] = oddity
+    return result
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2600, LONG - 1])
+@pytest.mark.parametrize("kind", ["plain", "half", "empty", "strided", "lazy", "negated"])
+def test_long_lists_are_scaled_whatever_one_of_their_tensors_is(odd, kind):
+    lazy_source = torch.tensor([1.0, 2.0])
+    oddity = {"plain": lambda: torch.tensor([1.0, 2.0]), "half": lambda: torch.tensor([1.0, 2.0]).half(),
+              "empty": lambda: torch.empty(0), "strided": lambda: torch.tensor([1.0, 7.0, 2.0])[::2],
+              "lazy": lambda: torch._lazy_clone(lazy_source),
+              "negated": lambda: torch._neg_view(torch.tensor([-1.0, -2.0]))}[kind]()
+    grads, flags = long_list(odd, oddity), torch.zeros(LONG)
+    grads[3][0] = float("inf")
+    before = [grad._version for grad in grads]
+    multi_tensor_unscale_(grads, found(), 0.5, flags)
+    assert all(grad[-1].item() == i / 2 for i, grad in enumerate(grads) if i != odd)
+    assert grads[odd].tolist() == ([] if kind == "empty" else [0.5, 1.0])
+    assert flags.nonzero().tolist() == [[3]] and lazy_source.tolist() == [1.0, 2.0]
+    assert all(grad._version > version for grad, version in zip(grads, before))
+
+
+@pytest.mark.parametrize("odd", [1, 2600, LONG - 1])
+@pytest.mark.parametrize("oddity,message", [
+    (None, "expected a torch.Tensor, got NoneType"),
+    (torch.ones(2, dtype=torch.int64), "expected float16, bfloat16, float32 or float64, got int64"),
+    (torch.ones(2, requires_grad=True), "expected a tensor that doesn't require grad"),
+    (torch.ones(1).expand(2), "expected elements that don't share memory"),
+], ids=["None", "int64", "requires grad", "expanded"])
+def test_one_wrong_tensor_in_a_long_list_is_named(odd, oddity, message):
+    grads = long_list(odd, oddity)
+    with pytest.raises((TypeError, ValueError), match=rf"grads\[{odd}\]: {message}"):
+        multi_tensor_unscale_(grads, found(), 0.5)
+    assert all(grad.tolist() == [i, i] and grad._version == 0 for i, grad in enumerate(grads) if i != odd)
+
+
+def test_a_wrong_shape_in_a_long_list_is_named():
+    dst = long_list(4999, torch.ones(3))
+    with pytest.raises(ValueError, match=r"dst\[4999\]: expected shape \[2\] like src\[4999\], got \[3\]"):
+        multi_tensor_copy(long_list(0, torch.zeros(2)), dst)
+
+
 # ---- versions and autograd ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
@@ -107,10 +157,12 @@ def test_found_inf_s_version_moves_only_when_it_is_raised():
     assert found_inf._version > 0 and flags._version > 0
 
 
-def test_update_scale_s_versions_move():
+def test_the_scale_s_version_moves_only_when_the_scale_does():
     scale, tracker, found_inf = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32), found()
     update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2, 1.0, 8.0)
-    assert scale._version > 0 and tracker._version > 0 and found_inf._version == 0
+    assert scale._version == 0 and tracker._version > 0 and found_inf._version == 0
+    update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2, 1.0, 8.0)
+    assert scale.item() == 8.0 and scale._version > 0 and found_inf._version == 0
 
 
 def test_backward_notices_that_a_saved_tensor_was_written():

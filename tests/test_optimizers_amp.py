@@ -208,6 +208,18 @@ def test_a_closure_with_half_gradients() -> None:
     assert_equal(everything_of(*runs[1]), everything_of(*runs[0]))
 
 
+@pytest.mark.parametrize("given,gone", [({}, True), ({"set_to_none": True}, True), ({"set_to_none": False}, False)],
+                         ids=str)
+def test_zero_grad_of_an_optimizer_that_keeps_gradients(given: dict, gone: bool) -> None:
+    """FusedSGD's default fills FP32 parameters' gradients with zeros; model parameters with masters lose theirs."""
+    model, optimizer = make("FusedSGD", {"lr": 0.1})
+    backward(model, optimizer, 0)
+    optimizer.zero_grad(**given)
+    half, floats = model[0].weight.grad, model[1].weight.grad
+    assert half is None if gone else not half.any()
+    assert floats is None if given.get("set_to_none") else not floats.any()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_larc_under_amp(level: str) -> None:
     """Around an optimizer before initialize, it steps masters as it steps FP32 parameters."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -219,7 +220,8 @@ class AmpStep:
     """What the engine hands a fused optimizer for one step: see apex_amp/amp/amp_optimizer.py."""
 
     def __init__(self, masters: list[Tensor], model_params: list[Tensor], inv_scale: Tensor | None = None) -> None:
-        self.model_param_of = lambda master: dict(zip(map(id, masters), model_params)).get(id(master))
+        model_param_of = dict(zip(map(id, masters), model_params)).get
+        self.model_params_of = lambda some: [model_param_of(id(master)) for master in some]
         self.inv_scale = inv_scale
         self.written: list[Tensor] = []
 
@@ -383,8 +385,8 @@ def test_plain_torch_follows_the_kernels(case: tuple, monkeypatch: pytest.Monkey
     params, twins = make_params(), make_params()
     copies = [[torch.empty_like(param, dtype=torch.bfloat16) for param in params] for _ in range(2)]
     fused, plain = make(name, groups_of(params), **given), make(name, groups_of(twins), **given)
-    op = {"FusedAdam": "multi_tensor_adam", "FusedSGD": "multi_tensor_sgd", "FusedLAMB": "multi_tensor_lamb",
-          "FusedNovoGrad": "multi_tensor_novograd", "FusedAdagrad": "multi_tensor_adagrad"}[name]
+    rule = name.removeprefix("Fused").lower()
+    in_torch = types.SimpleNamespace(**{f"multi_tensor_{rule}": getattr(multi_tensor_updates, f"_torch_{rule}")})
     for step in range(4):
         set_grads(params, step, torch.float16)
         set_grads(twins, step, torch.float16)
@@ -394,7 +396,8 @@ def test_plain_torch_follows_the_kernels(case: tuple, monkeypatch: pytest.Monkey
             optimizer._amp_step = AmpStep(tensors, halves)
         fused.step()
         with monkeypatch.context() as patch:
-            patch.setattr(multi_tensor_updates._C, op, lambda *args: False)
+            patch.setattr(multi_tensor_updates._C, f"multi_tensor_{rule}", lambda *args: False)
+            patch.setattr(multi_tensor_updates, "_ops", in_torch)
             plain.step()
     for one, other in zip(everything_of(fused), everything_of(plain)):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -403,6 +406,15 @@ def test_plain_torch_follows_the_kernels(case: tuple, monkeypatch: pytest.Monkey
 
 
 # ---- sizes and layouts ----
+
+@pytest.mark.slow
+def test_a_hundred_million_elements() -> None:
+    size = 100_000_007
+    grad, param = torch.full((size,), 0.5, dtype=torch.bfloat16), torch.zeros(size)
+    multi_tensor_updates.multi_tensor_sgd([grad], [param], None, None, None, None, 1.0, 0.0, 0.0, 0.0, False, False,
+                                          False)
+    assert param.min() == param.max() == -0.5
+
 
 @pytest.mark.parametrize("case", FULL_CASES, ids=lambda case: case[0])
 def test_strided_empty_and_channels_last_parameters(case: tuple) -> None:

@@ -105,6 +105,45 @@ def test_a_checkpoint_of_apex_loads(tmp_path: Any) -> None:
     assert_same(resumed_params, params)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_novograd_checkpoint_of_apex_loads(dtype: torch.dtype, tmp_path: Any) -> None:
+    """Apex kept the norms in the group, [of half parameters, of float32 ones], and moments in the parameter's dtype."""
+    def make() -> tuple[list[Tensor], FusedNovoGrad]:
+        params = [param.detach().to(dtype if i == 1 else torch.float32).requires_grad_()
+                  for i, param in enumerate(make_params())]
+        return params, FusedNovoGrad(params, weight_decay=0.1)
+
+    params, optimizer = make()
+    train(optimizer, params, 0, 4)
+    for param in params:  # what a half moment can hold
+        optimizer.state[param]["exp_avg"].copy_(optimizer.state[param]["exp_avg"].to(param.dtype))
+    old = saved(optimizer, tmp_path)
+    norms: list[list[float]] = [[], []]
+    for param, state in zip(params, old["state"].values()):
+        norms[param.dtype == torch.float32].append(state.pop("exp_avg_sq").item())
+        state["exp_avg"] = state["exp_avg"].to(param.dtype)
+        del state["step"]
+    old["param_groups"][0].update(step=4, exp_avg_sq=[torch.tensor(of_kind) for of_kind in norms])
+    resumed_params, resumed = make()
+    for param, source in zip(resumed_params, params):
+        param.data.copy_(source.data)
+    resumed.load_state_dict(old)
+    train(optimizer, params, 4, 6)
+    train(resumed, resumed_params, 4, 6)
+    assert_same(resumed_params, params)
+    assert "exp_avg_sq" not in resumed.param_groups[0]
+
+
+def test_a_novograd_checkpoint_with_other_dtypes_is_refused() -> None:
+    params = make_params()
+    optimizer = FusedNovoGrad(params)
+    train(optimizer, params, 0, 1)
+    old = optimizer.state_dict()
+    old["param_groups"][0]["exp_avg_sq"] = [torch.ones(3), torch.empty(0)]
+    with pytest.raises(ValueError, match="has 3 averaged norms .exp_avg_sq. of half parameters in a group, expected 0"):
+        FusedNovoGrad(make_params()).load_state_dict(old)
+
+
 def test_adagrad_follows_torchs_options_from_a_checkpoint(tmp_path: Any) -> None:
     params = make_params()
     twins = [param.detach().clone().requires_grad_() for param in params]
@@ -163,12 +202,13 @@ def test_zero_grad(make: type, given: dict) -> None:
     for set_grad_none in (True, False):
         params = make_params()
         optimizer = make(params, **given, set_grad_none=set_grad_none)
-        for argument in ((), (False,), (True,)):
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.zero_grad(*argument)
-            gone = argument[0] if argument else set_grad_none
-            assert all(param.grad is None if gone else (param.grad == 0).all() for param in params)
+        for given_here, gone in (((), set_grad_none), ((False,), False), ((True,), True)):
+            for call in (lambda: optimizer.zero_grad(*given_here),
+                         lambda: optimizer.zero_grad(**dict(zip(("set_to_none",), given_here)))):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                call()
+                assert all(param.grad is None if gone else (param.grad == 0).all() for param in params)
 
 
 @pytest.mark.parametrize("make,given", ALL, ids=IDS)
@@ -270,6 +310,10 @@ def test_float64_parameters_are_refused(make: type, given: dict) -> None:
     (FusedAdam, {"lr": -1.0}, ValueError, "FusedAdam: lr must be at least 0, got -1.0"),
     (FusedAdam, {"betas": (0.9, 1.0)}, ValueError, "betas\\[1\\] must be at least 0 and below 1, got 1.0"),
     (FusedAdam, {"eps": float("nan")}, ValueError, "eps must be at least 0, got nan"),
+    (FusedAdam, {"lr": "0.1"}, TypeError, "lr must be a number, got '0.1'"),
+    (FusedLAMB, {"lr": None}, TypeError, "lr must be a number, got None"),
+    (FusedNovoGrad, {"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
+    (FusedAdam, {"betas": (0.9,)}, TypeError, "betas must be two numbers, got \\(0.9,\\)"),
     (FusedAdam, {"max_grad_norm": 1.0}, TypeError, "max_grad_norm"),
     (FusedSGD, {"lr": 0.1, "nesterov": True}, ValueError, "nesterov needs momentum above 0"),
     (FusedSGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": True}, ValueError, "dampening=0.1"),

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from apex_amp import amp
 from tests.training import INF, LEVELS, MASTERS, Dot, backward, initialize, integers, train, values
@@ -423,6 +423,42 @@ def test_an_optimizer_that_is_no_torch_optimizer(level: str, kind: type) -> None
     assert torch.equal(got, train(None, reference, torch.optim.SGD(reference.parameters(), lr=0.125), inputs))
 
 
+class AsHorovodWrites(torch.optim.SGD):
+    def zero_grad(self, *args, **kwargs) -> None:
+        super(self.__class__, self).zero_grad(*args, **kwargs)
+
+    def step(self, closure=None):
+        return super(self.__class__, self).step(closure)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_asks_for_its_own_class(level: str) -> None:
+    inputs = integers(3)
+    model, reference = Dot(), Dot()
+    optimizer = AsHorovodWrites(model.parameters(), lr=0.125)
+    got = train(level, model, optimizer, inputs)
+    assert torch.equal(got, train(None, reference, torch.optim.SGD(reference.parameters(), lr=0.125), inputs))
+    assert optimizer.__class__ is AsHorovodWrites
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_subclass_of_an_amp_optimizers_type_makes_ordinary_optimizers(level: str) -> None:
+    model = Dot()
+    _, optimizer = initialize(level, model, torch.optim.SGD(model.parameters(), lr=0.125))
+    plain, parameter = Dot(), torch.nn.Parameter(torch.ones(2))
+    ordinary = type("Child", (type(optimizer),), {})(plain.parameters(), lr=0.125)
+    ordinary.add_param_group({"params": parameter})
+    ordinary = copy.deepcopy(ordinary)
+    for group in ordinary.param_groups:
+        for own in group["params"]:
+            own.grad = torch.ones_like(own)
+    before = copy.deepcopy(ordinary.param_groups[1]["params"][0])
+    ordinary.step()
+    assert torch.equal(ordinary.param_groups[1]["params"][0], before - 0.125)
+    ordinary.zero_grad()
+    assert ordinary.param_groups[1]["params"][0].grad is None
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [PlainSgd, WithOwnState, torch.optim.SGD])
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
@@ -556,6 +592,25 @@ def test_step_hooks_run_once_a_step_and_not_on_a_skip(level: str, registered: st
     backward(level, model(torch.ones(4)), optimizer)
     optimizer.step()
     assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("kind, options", [(torch.optim.SGD, {}), (torch.optim.AdamW, {"fused": True})])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_steps_of_an_optimizer_that_amp_does_not_know_are_seen(level: str, kind: type, options: dict) -> None:
+    """torch's fused kernels move no version counter: neither a cached cast nor the model's weights may stay behind."""
+    model = torch.nn.Linear(2, 2)
+    model, amp_optimizer = initialize(level, model, torch.optim.SGD(model.parameters(), lr=0.125))
+    unknown = kind([parameter for group in amp_optimizer.param_groups for parameter in group["params"]], lr=0.5,
+                   **options)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        before = model(x).detach()
+        for parameter in amp.master_params(amp_optimizer):
+            parameter.grad = torch.ones_like(parameter)
+        unknown.step()
+        assert (model(x) < before - 1).all()
+    amp.shutdown()
+    assert not _global_optimizer_post_hooks
 
 
 def test_a_global_step_hook_runs_once() -> None:

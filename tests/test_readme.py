@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex_amp.amp.frontend import OPT_LEVELS
+from apex_amp.amp.arguments import OPT_LEVELS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

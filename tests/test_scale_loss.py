@@ -1,6 +1,7 @@
 """scale_loss: what it yields, what bad use gets, clipping, double backward, and what a training loop does around it."""
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from apex_amp import amp
-from tests.training import INF, LEVELS, MASTERS, Dot, backward, initialize, integers, values
+from apex_amp import amp, optimizers
+from apex_amp.multi_tensor import multi_tensor_l2norm
+from tests.training import INF, LEVELS, MASTERS, Dot, backward, initialize, integers, train, values
 
 
 def sgd(model: nn.Module, **options) -> torch.optim.Optimizer:
@@ -27,6 +29,85 @@ def test_it_yields_the_loss_in_fp32_times_the_scale(level: str) -> None:
             assert scaled.dtype == torch.float32 and scaled.shape == loss.shape
             assert torch.equal(scaled, loss.float() * 128)
             scaled.sum().backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "FusedSGD", "FusedAdam", "FusedLAMB"])
+def test_the_default_dtype_is_the_users_own(level: str, default: torch.dtype, kind: str) -> None:
+    make = getattr(optimizers, kind, None) or getattr(torch.optim, kind)
+    plain, model = Dot(), Dot()
+    expected = train(level, plain, make(plain.parameters(), lr=0.125), inputs := integers(3))
+    torch.set_default_dtype(default)
+    try:
+        got = train(level, model, make(model.parameters(), lr=0.125), inputs)
+        assert multi_tensor_l2norm([]).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)  # half Adam at O3 divides 0 by 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by", ["optimizer", "model", "model of two optimizers"])
+def test_zero_grad_inside_the_block_clears_what_was_there_before(level: str, set_to_none: bool, by: str) -> None:
+    def run(level: str | None) -> torch.Tensor:
+        model = Dot(parameters=3)
+        optimizers = [sgd(model, momentum=0.5)] if by != "model of two optimizers" else [
+            torch.optim.SGD(model.weights[:1], lr=0.125), torch.optim.SGD(model.weights[1:], lr=0.25)]
+        model, optimizers = initialize(level, model, optimizers)
+        for x in integers(4):
+            backward(level, model(3 * x), optimizers)  # to be cleared
+            with amp.scale_loss(model(x), optimizers) if level else contextlib.nullcontext(model(x)) as scaled:
+                for cleared in optimizers if by == "optimizer" else [model]:
+                    cleared.zero_grad(set_to_none=set_to_none)
+                scaled.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return values(model)
+
+    torch.manual_seed(0)
+    expected = run(None)
+    torch.manual_seed(0)
+    assert torch.equal(run(level), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_inside_the_block_is_right_and_warned_of(level: str) -> None:
+    model, plain = Dot(parameters=3), Dot(parameters=3)
+    expected = train(None, plain, sgd(plain, momentum=0.5), inputs := integers(3))
+    parts = model.weights[:1], model.weights[1:]
+    pair = [torch.optim.SGD(list(weights), lr=0.125, momentum=0.5) for weights in parts]
+    model, pair = initialize(level, model, pair, verbosity=1)
+    for x in inputs:
+        with pytest.warns(UserWarning, match="inside the amp.scale_loss block"):
+            with amp.scale_loss(model(x), pair) as scaled:
+                for optimizer in pair:
+                    optimizer.zero_grad()
+                scaled.backward()
+                for optimizer in pair:
+                    optimizer.step()
+    assert torch.equal(values(model), expected)
+    with pytest.warns(UserWarning), amp.scale_loss(model(x) * INF, pair) as scaled:
+        scaled.backward()
+        pair[0].step()
+    pair[1].step()
+    assert torch.equal(values(model), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_inside_another_of_the_same_optimizer_is_refused(level: str) -> None:
+    model, other = Dot(), Dot()
+    (model, other), optimizers = initialize(level, [model, other], [sgd(model), sgd(other)])
+    loss, other_loss = model(x := integers(1)[0]), other(x)
+    with amp.scale_loss(loss, optimizers[0]) as scaled:
+        with amp.scale_loss(other_loss, optimizers[1]) as other_scaled:
+            other_scaled.backward()
+        with pytest.raises(RuntimeError, match="open already"):
+            with amp.scale_loss(loss, optimizers):
+                pass
+        scaled.backward()
+    assert all(torch.equal(parameter.grad, x) for parameter in (*model.parameters(), *other.parameters()))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -54,6 +54,13 @@ class Setup:
         """Counts `model` among this call's; the call ends when the last of them is freed."""
         self.models.append(weakref.ref(model, _end_dead_setups))
 
+    def clear_set_aside(self, model: torch.nn.Module, set_to_none: bool) -> None:
+        """model.zero_grad() inside a scale_loss block also means the gradients that were there before it."""
+        for ref in self.optimizers:
+            stash = getattr(ref(), "_amp_stash", None)
+            if stash is not None and stash.end_block is not None:
+                stash.gradients.clear_set_aside(set_to_none, model.parameters())
+
     def parameter_names(self) -> dict[int, str]:
         """id -> qualified name of every parameter of the models alive; later models are told apart by number."""
         names: dict[int, str] = {}

@@ -8,17 +8,20 @@ import weakref
 from typing import Any, Callable, Sequence
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._C import set_grads
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
 from .gradients import Gradients, is_distributed
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, master_of
 from .overflow import Overflow
 from .scaler import LossScaler
 from ._state import Setup
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+_TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 class Stash:
@@ -32,6 +35,10 @@ class Stash:
         self.overflows: list[Overflow] = []
         self.last_step: list[Overflow] = []
         self._unsettled: list[Overflow] = []
+        # Inside a scale_loss block: ends it, for a step that comes too early.
+        self.end_block: Callable[[], None] | None = None
+        # The most parameters without a gradient that were looked into.
+        self.missing = 0
         # A step function that the user had put on the instance: it stays the step that is taken.
         self.instance_step: Callable | None = None
         # Scripts written for Apex set this after asking for masters early; here they exist from the start.
@@ -80,7 +87,8 @@ class Stash:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "instance_step": None}  # as torch's optimizers, whose copies leave it behind
+        # The step as torch's optimizers, whose copies leave it behind.
+        return {**self.__dict__, "end_block": None, "instance_step": None}
 
 
 class AmpStep:
@@ -88,8 +96,8 @@ class AmpStep:
 
     def __init__(self, stash: Stash) -> None:
         self._gradients = stash.gradients
-        # The low-precision parameter to be written with a master, None for what is none; and what is told afterwards.
-        self.model_param_of, self.note_written = stash.masters.model_param_of, stash.masters.note_written
+        # The low-precision parameters to be written with masters, None for what is none; and what is told afterwards.
+        self.model_params_of, self.note_written = stash.masters.model_params_of, stash.masters.note_written
 
     @property
     def inv_scale(self) -> torch.Tensor | None:
@@ -102,7 +110,7 @@ def unscale(scaler: LossScaler, stashes: list[Stash], decide: bool = True) -> No
 
     With decide=False the check is only left in `scaler.found_inf`.
     """
-    scaler.found_inf.zero_()
+    scaler.clear_found_inf()
     flags = [(stash.gradients, stash.gradients.unscale(scaler)) for stash in stashes]
     if decide and not scaler.is_identity:
         scaler.update()
@@ -195,21 +203,56 @@ def _let_schedulers_see_steps(optimizer: Any) -> None:
     optimizer.step = step
 
 
+_step_hook: RemovableHandle | None = None
+
+
+def install() -> None:
+    """Lets the steps of optimizers that amp does not know be seen: see `_after_any_step`."""
+    global _step_hook
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_post_hook(_after_any_step)
+
+
+def uninstall() -> None:
+    global _step_hook
+    if _step_hook is not None:
+        _step_hook.remove()
+        _step_hook = None
+
+
+def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
+    """torch's fused kernels write parameters and move no version counter, which cached casts and masters go by."""
+    if torch.compiler.is_compiling() or stash_of(optimizer) is not None:
+        return
+    clear_weight_cache()
+    torch.autograd.graph.increment_version(
+        [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
+         if master_of(parameter) is not None or hasattr(parameter, "_amp_seen")])
+
+
 # --- the generated class ----------------------------------------------------------------------------------------------
 
 def _namespace(base: type) -> dict[str, Any]:
+    # `_amp_stash` is None in an instance of a user's subclass of the generated class: an ordinary optimizer.
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._amp_stash is None:
+            return base.step(self, *args, **kwargs)
         return _step(self, base.step, args, kwargs)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        self._amp_stash.gradients.clear_model(set_to_none)
-        base.zero_grad(self, *args, **kwargs)
+        if self._amp_stash is not None:
+            self._amp_stash.gradients.clear_model(set_to_none)
+        if set_to_none and base.zero_grad is _TORCH_ZERO_GRAD:  # the same, without a Python loop
+            for group in self.param_groups:
+                set_grads(group["params"])
+        else:
+            base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict) -> None:
         earlier = list(self.param_groups)
         base.add_param_group(self, param_group)
-        for group in self.param_groups:
+        for group in self.param_groups if self._amp_stash is not None else ():
             if not any(group is other for other in earlier):
                 _adopt_group(self, group)
 
@@ -227,6 +270,8 @@ def _namespace(base: type) -> dict[str, Any]:
 
     def __reduce_ex__(self: Any, protocol: int) -> tuple:
         make, arguments, *rest = base.__reduce_ex__(self, protocol)
+        if self._amp_stash is None:
+            return make, arguments, *rest
         arguments = tuple(base if argument is type(self) else argument for argument in arguments)
         state = rest[0] if rest else None
         if isinstance(state, dict):
@@ -237,7 +282,8 @@ def _namespace(base: type) -> dict[str, Any]:
     namespace = {name: functools.wraps(getattr(base, name))(method)
                  for name, method in wrapped.items() if hasattr(base, name)}
     return {**namespace, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__,
-            "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
+            "__class__": property(base_of, object.__dict__["__class__"].__set__),  # super(self.__class__, self) ends
+            "_amp_stash": None, "_amp_lazy_init": make_masters_now, "_lazy_init_maybe_master_weights": make_masters_now}
 
 
 @dataclasses.dataclass
@@ -275,24 +321,42 @@ def _adopt_group(optimizer: Any, group: dict) -> None:
 def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any:
     """One optimizer step: nothing after an overflow, else the base step on the masters, then the copy to the model."""
     stash = optimizer._amp_stash
-    closure = args[0] if args else kwargs.get("closure")
+    if stash.end_block is not None:
+        stash.end_block()
     if stash.finish_left_scaled(optimizer):
         stash.setup.warn("optimizer.step() found gradients that amp.scale_loss(..., delay_unscale=True) had left "
                          "scaled, and unscaled them itself: what was done to them before, like clipping, met scaled "
                          "gradients. Leave delay_unscale out in the last block before the step")
-    if closure is not None:
-        closure = _Closure(closure, optimizer)
-        args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
-        if stash.skip_is_pending():
-            loss = closure.run()
-            stash.begin_step()
-            return _end_step(stash, loss)
+    if (args[0] if args else kwargs.get("closure")) is not None:
+        return _step_with_closure(optimizer, base_step, args, kwargs)
     _prepare(stash)
-    on_device = closure is None and _decide_on_device(optimizer, stash)
-    if closure is None:
+    on_device = _decide_on_device(optimizer, stash)
+    stash.begin_step()
+    if not on_device and stash.last_step_skipped():
+        return _end_step(stash, None)
+    return _end_step(stash, _take_step(optimizer, base_step, args, kwargs, on_device))
+
+
+def _step_with_closure(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any:
+    """The same where the gradients are made inside the step; a skip known before only runs the closure."""
+    stash = optimizer._amp_stash
+    closure = _Closure(args[0] if args else kwargs["closure"], optimizer)
+    if stash.skip_is_pending():
+        loss = closure.run()
         stash.begin_step()
-        if not on_device and stash.last_step_skipped():
-            return _end_step(stash, None)
+        return _end_step(stash, loss)
+    _prepare(stash)
+    args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
+    try:
+        loss = _take_step(optimizer, base_step, args, kwargs)
+    except _OverflowInClosure as overflow:
+        loss = overflow.loss
+    return _end_step(stash, loss)
+
+
+def _take_step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict, on_device: bool = False) -> Any:
+    """The optimizer's own step, which skips by itself where `on_device`, and the copy to the model."""
+    stash = optimizer._amp_stash
     writes_model_params = stash.masters is not None and getattr(optimizer, "_writes_model_params", False)
     try:
         if on_device:
@@ -304,8 +368,6 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
                 loss = stash.instance_step(*args, **kwargs)
             else:
                 loss = base_step(optimizer, *args, **kwargs)
-    except _OverflowInClosure as overflow:
-        return _end_step(stash, overflow.loss)
     finally:
         vars(optimizer).pop("found_inf", None)
         vars(optimizer).pop("_amp_step", None)
@@ -313,7 +375,7 @@ def _step(optimizer: Any, base_step: Callable, args: tuple, kwargs: dict) -> Any
         stash.masters.sync()
     elif stash.masters is not None:
         stash.masters.push()  # the optimizer may have written where no version counter moves
-    return _end_step(stash, loss)
+    return loss
 
 
 def _end_step(stash: Stash, loss: Any) -> Any:
@@ -333,6 +395,19 @@ def _prepare(stash: Stash) -> None:
         stash.setup.warn(f"the gradients of {len(outside)} low-precision parameters ({listed}, ...) came from a "
                          "backward outside amp.scale_loss: they are used as they are, and small ones have become zero. "
                          "Wrap it: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()")
+    if stash.gradients.missing > stash.missing:
+        stash.missing = stash.gradients.missing
+        _warn_of_replaced(stash)
+
+
+def _warn_of_replaced(stash: Stash) -> None:
+    known = {id(parameter) for model in stash.setup.alive_models() for parameter in model.parameters()}
+    lost = [parameter for parameter in stash.masters.model_params if id(parameter) not in known]
+    if known and lost:
+        stash.setup.warn(f"{len(lost)} parameters with FP32 masters are in no model that went through amp.initialize, "
+                         f"the first of shape {tuple(lost[0].shape)}. One assigned to a module afterwards "
+                         "(module.weight = nn.Parameter(...)) is not trained: copy into the parameter that is there, "
+                         "or assign before amp.initialize")
 
 
 def _decide_on_device(optimizer: Any, stash: Stash) -> bool:
@@ -366,8 +441,8 @@ class _OverflowInClosure(BaseException):
 class _Closure:
     """The user's closure, called when the optimizer calls it, with casts on; an overflow in it ends the step.
 
-    That can be done silently only while the parameters are what they were. LBFGS calls its closure again after moving
-    them; sharpness-aware optimizers move them first.
+    That can be done silently only while the parameters are what they were, which their versions tell: a move through
+    `.data` is not seen. LBFGS calls its closure again after moving them; sharpness-aware optimizers move them first.
     """
 
     def __init__(self, closure: Callable[[], Any], optimizer: Any) -> None:

@@ -10,7 +10,7 @@ In-place forms need no entry: `name_` of a low-precision or promoting function m
 from __future__ import annotations
 
 NAMESPACES = (
-    "torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft",
+    "torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft", "torch.sparse",
 )
 
 # Matrix products: fast in half types, which accumulate in FP32.
@@ -20,6 +20,7 @@ LOW_PRECISION = [
     "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "vecdot",
     "einsum", "scaled_dot_product_attention", "__matmul__", "__rmatmul__",
     "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    "spmm", "dsmm", "hsmm", "smm", "hspmm", "sspaddmm",
 ]
 
 # Low precision too; torch.nn's RNN modules call them as torch._VF.<name>.
@@ -35,14 +36,22 @@ FP32 = [
     "softmax", "softmin", "log_softmax", "softplus",
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "local_response_norm", "normalize",
     "cosine_similarity", "pairwise_distance",
-    "grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
-    "interpolate", "upsample", "upsample_nearest", "upsample_bilinear",
+    "grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "interpolate",
+    "upsample", "upsample_nearest", "upsample_bilinear",
     "poisson_nll_loss", "cosine_embedding_loss", "cross_entropy", "nll_loss", "gaussian_nll_loss",
     "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
     "multilabel_margin_loss", "multilabel_soft_margin_loss", "soft_margin_loss", "multi_margin_loss",
     "triplet_margin_loss", "triplet_margin_with_distance_loss", "binary_cross_entropy_with_logits", "ctc_loss",
     "cpu",
-    # Half types have no kernels for these at all.
+    # Half types have no kernels for these at all, or on CPUs.
+    "complex", "polar", "view_as_complex", "quantile", "nanquantile", "histc", "histogram", "histogramdd",
+    "avg_pool3d", "rrelu", "sampled_addmm", "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1",
+    "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w", "erfcx",
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p", "log_ndtr",
+    "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "ndtri",
+    "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
+    "spherical_bessel_j0", "vander", "zeta",
     "fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "hfft2", "ihfft2",
     "fftn", "ifftn", "rfftn", "irfftn", "hfftn", "ihfftn", "stft", "istft",
     "cholesky", "cholesky_ex", "cholesky_inverse", "cholesky_solve", "cond", "det", "logdet", "slogdet", "eig",
@@ -50,14 +59,6 @@ FP32 = [
     "ldl_solve", "lobpcg", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "lu_unpack", "matrix_exp",
     "matrix_power", "matrix_rank", "orgqr", "ormqr", "geqrf", "pca_lowrank", "pinv", "pinverse", "qr", "solve",
     "solve_ex", "solve_triangular", "svd", "svd_lowrank", "svdvals", "tensorinv", "tensorsolve", "triangular_solve",
-    "vander", "quantile", "nanquantile", "histogram", "histogramdd", "complex", "polar",
-    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0", "modified_bessel_i1",
-    "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
-    "spherical_bessel_j0", "erfcx", "log_ndtr", "ndtri", "zeta",
-    "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
-    "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
-    "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
-    "legendre_polynomial_p",
 ]
 
 # Of FP32, those that convert by their own `dtype` argument, without a copy of the input.
@@ -83,9 +84,10 @@ PROMOTE = [
     "addcdiv", "addcmul", "atan2", "arctan2", "cross", "bilinear", "dot", "vdot", "inner", "outer", "ger", "kron",
     "tensordot", "lerp", "where", "max", "min", "maximum", "minimum", "fmax", "fmin", "clamp", "clip", "hypot",
     "copysign", "nextafter", "logaddexp", "logaddexp2", "xlogy", "heaviside",
-    "index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_reduce",
-    "masked_fill", "index_fill", "full_like", "pad", "threshold", "clamp_min", "clamp_max",
-    "masked_scatter", "select_scatter", "slice_scatter", "diagonal_scatter", "put", "searchsorted", "bucketize",
+    "embedding_bag", "put", "index_put", "index_add", "index_copy", "index_reduce",
+    "scatter", "scatter_add", "scatter_reduce",
+    "masked_fill", "index_fill", "full_like", "new_full", "pad", "threshold", "hardtanh", "clamp_min", "clamp_max",
+    "masked_scatter", "select_scatter", "slice_scatter", "diagonal_scatter", "searchsorted", "bucketize",
 ]
 
 SEQUENCE_PROMOTE = [
@@ -106,7 +108,10 @@ MATCH_SELF = ["__setitem__"]
 FP32_IN_PLACE = ["__ipow__"]
 
 # These write a number itself; one that a half `self` cannot hold is replaced by the type's limit.
-FILL_IN_PLACE = ["fill_", "masked_fill_", "index_fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "threshold_"]
+FILL_IN_PLACE = [
+    "fill_", "fill_diagonal_", "masked_fill_", "index_fill_", "scatter_", "clamp_", "clamp_min_", "clamp_max_", "clip_",
+    "threshold_", "hardtanh_",
+]
 
 # Tensor methods that hand out the tensor's memory: writes through it move no version counter.
 UNTRACKED_WRITE = ["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "set_"]

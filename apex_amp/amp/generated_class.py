@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import inspect
 from typing import Any, Callable, Iterator
 
 
@@ -27,7 +28,12 @@ def generate_class(base: type, role: str, make_namespace: Callable[[type], dict[
         made = base if "_amp_role" in cls.__dict__ else cls
         return type(base).__call__(made, *args, **kwargs)
 
-    metaclass = type(type(base).__name__, (type(base),), {"__call__": call_base})
+    def signature(cls: type) -> inspect.Signature:
+        if "_amp_role" not in cls.__dict__:
+            raise AttributeError("__signature__")
+        return inspect.signature(base)
+
+    metaclass = type(type(base).__name__, (type(base),), {"__call__": call_base, "__signature__": property(signature)})
     namespace = {
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "_amp_role": role,
         **make_namespace(base),

@@ -2,15 +2,16 @@
 from __future__ import annotations
 
 import warnings
-from itertools import repeat
-from operator import attrgetter, is_, is_not
-from typing import TYPE_CHECKING, Sequence
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import empty_unless_same_dtype, get_grads, same_grads, set_grads, versions
+from .._C import (are_first, get_grads, same_grads, same_objects, set_grads, share_grads, sort_grads,
+                   take_grads, versions)
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from .scaler import LossScaler
 
 _HAS_DISTRIBUTED = dist.is_available()
-_dtype, _layout, _requires_grad = attrgetter("dtype"), attrgetter("layout"), attrgetter("requires_grad")
-_KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 # Tensors, and for each, in one float32 tensor, whether its gradient was found not to be finite.
 Flags = tuple[Sequence[Tensor], Tensor]
@@ -61,6 +60,11 @@ class Gradients:
         self._unmaterialized: tuple[ScaledBy, list[Tensor], list[int]] | None = None
         # What each model parameter and its master shared when this was last looked at.
         self._shared: list[Tensor | None] = []
+        # How many holders got no gradient in the last block.
+        self.missing = 0
+        # Small FP32 gradients to be written again, once nobody else has them.
+        self._spares: list[Tensor | None] = []
+        self._forget_parameters()
         self._forget_block()
 
     # --- the scale_loss window, in the order of its calls -------------------------------------------------------------
@@ -81,13 +85,21 @@ class Gradients:
         """
         self._skip_is_pending = skip_is_pending
         self._list_parameters(param_groups, taken)
-        self._set_aside = get_grads(self._carriers)
+        self._set_aside = take_grads(self._carriers)
         if taken is None and self.left_scaled is None:
             self._shared = self._set_aside[self._own:]
         if is_distributed():
             self._leave_in_place(scaler)
-        if any(map(is_not, self._set_aside, repeat(None))):
-            set_grads([carrier for carrier, grad in zip(self._carriers, self._set_aside) if grad is not None])
+
+    def clear_set_aside(self, set_to_none: bool, parameters: Iterable[Tensor] | None = None) -> None:
+        """zero_grad() inside a block, for all carriers or for those among `parameters`: nothing earlier is kept."""
+        chosen = None if parameters is None else set(map(id, parameters))
+        for i, grad in enumerate(self._set_aside):
+            if grad is not None and (chosen is None or id(self._carriers[i]) in chosen):
+                if set_to_none:
+                    self._set_aside[i] = None
+                else:
+                    grad.detach().zero_()
 
     def put_back(self, error: BaseException) -> None:
         """After an exception: gradients exactly as before the block."""
@@ -127,7 +139,6 @@ class Gradients:
         self.left_scaled = ScaledBy(scaler)
         self._forget_block()
 
-    @torch.no_grad()
     def unscale(self, scaler: LossScaler) -> list[Flags]:
         """Adds this backward's unscaled gradients to what was there before.
 
@@ -143,15 +154,10 @@ class Gradients:
         elif self._may_stay_low_precision(new, earlier):
             flags = self._only_check(new[self._own:], scaler, found_inf)
             new, earlier = new[:self._own], earlier[:self._own]
-        present = [i for i, grad in enumerate(new) if grad is not None]
-        for i in set(range(len(new))).difference(present) if len(present) < len(new) else ():
-            self._holders[i].grad = earlier[i]
         if scaler.is_identity:
-            present = [i for i in present if earlier[i] is not None or new[i].dtype != self._holders[i].dtype]
-        holders = self._holders[:len(new)]
-        if len(present) < len(new):
-            holders, new, earlier = ([values[i] for i in present] for values in (holders, new, earlier))
-        flags += _accumulate(holders, new, earlier, scaler.inv_scale(), found_inf)
+            new[:self._own] = [None if before is None else grad for grad, before in zip(new[:self._own], earlier)]
+        flags += _accumulate(self._holders[:len(new)], new, earlier, scaler.inv_scale(), found_inf, self._spares)
+        self.missing = len(self._holders) - sum(len(holders) for holders, _ in flags)
         if self._unmaterialized is None:
             self._share()
         _reduce_over_meshes(self._holders, found_inf)
@@ -200,8 +206,12 @@ class Gradients:
             set_grads(self.masters.unshared())
 
     def clear_model(self, set_to_none: bool) -> None:
-        """The model parameters' part of zero_grad: their masters' part is the optimizer's own."""
+        """The model parameters' part of zero_grad: their masters' part is the optimizer's own.
+
+        Inside a block, what was set aside is cleared too.
+        """
         self.left_scaled = None
+        self.clear_set_aside(set_to_none)
         if self.masters is None:
             return
         if set_to_none:
@@ -216,7 +226,6 @@ class Gradients:
                     if parameter.grad is not None:
                         parameter.grad.zero_()
 
-    @torch.no_grad()
     def materialize_masters(self) -> None:
         """Gives the masters the gradients that the last block only checked."""
         if self._unmaterialized is None:
@@ -224,9 +233,7 @@ class Gradients:
         inv_scale = self.inv_scale()
         self._unmaterialized = None
         grads = get_grads(self.masters.model_params)
-        pairs = [(master, grad) for master, grad in zip(self.masters.masters, grads) if grad is not None]
-        _accumulate([master for master, _ in pairs], [grad for _, grad in pairs], [None] * len(pairs), inv_scale,
-                    torch.zeros_like(inv_scale))
+        _accumulate(self.masters.masters, grads, [None] * len(grads), inv_scale, torch.zeros_like(inv_scale))
         self._share()
 
     def inv_scale(self) -> Tensor | None:
@@ -246,7 +253,8 @@ class Gradients:
 
     def __getstate__(self) -> dict:
         self.materialize_masters()
-        return dict(self.__dict__)
+        self._forget_parameters()
+        return {**self.__dict__, "_spares": []}
 
     def culprits(self, flags: list[Flags]) -> list[Tensor]:
         """The model's parameters that `flags` say have an inf or NaN in their gradient, each once."""
@@ -260,7 +268,10 @@ class Gradients:
 
     def _list_parameters(self, param_groups: list[dict], taken: set[int] | None) -> None:
         """Fills `_carriers` and `_holders`: first the `_own` parameters that are both, then those with a master."""
-        own = [parameter for group in param_groups for parameter in group["params"]]
+        groups = [group["params"] for group in param_groups]
+        if taken is None and len(groups) == len(self._groups) and all(map(same_objects, groups, self._groups)):
+            return
+        own = list(chain.from_iterable(groups))
         carriers: list[Tensor] = []
         holders: list[Tensor] = []
         if self.masters is not None:
@@ -275,12 +286,16 @@ class Gradients:
             pairs = [(carrier, holder) for carrier, holder in zip(carriers, holders) if id(carrier) not in taken]
             carriers, holders = [carrier for carrier, _ in pairs], [holder for _, holder in pairs]
             taken.update(map(id, own), map(id, carriers))
+        self._groups = [list(parameters) for parameters in groups] if taken is None else []
         self._own, self._carriers, self._holders = len(own), own + carriers, own + holders
 
-    def _forget_block(self) -> None:
+    def _forget_parameters(self) -> None:
+        self._groups: list[list[Tensor]] = []  # what the rest of these were listed from
         self._own = 0
         self._carriers: list[Tensor] = []
         self._holders: list[Tensor] = []
+
+    def _forget_block(self) -> None:
         self._set_aside: list[Tensor | None] = []
         self._skip_is_pending = False
 
@@ -288,14 +303,13 @@ class Gradients:
         """Whether a step can read the pairs' new gradients where they are: the first of its kind, and all there is."""
         if self._materialize or self.masters is None or len(self.masters.unshared()) < len(self.masters.masters):
             return False
-        grads = [grad for grad in new[self._own:] if grad is not None]
-        return len(self._carriers) - self._own == len(self.masters.masters) and _kernels_take(grads) \
-            and all(before is None for before in earlier[self._own:])
+        return len(self._carriers) - self._own == len(self.masters.masters) \
+            and are_first(new[self._own:], earlier[self._own:])
 
     def _only_check(self, new: list[Tensor | None], scaler: LossScaler, found_inf: Tensor) -> list[Flags]:
         holders = [holder for holder, grad in zip(self._holders[self._own:], new) if grad is not None]
         grads = [grad for grad in new if grad is not None]
-        per_tensor = torch.zeros(len(grads), device=found_inf.device)
+        per_tensor = found_inf.new_zeros(len(grads))
         if not scaler.is_identity:
             multi_tensor_check(grads, found_inf, per_tensor)
         self._unmaterialized = ScaledBy(scaler), grads, versions(grads)
@@ -316,8 +330,7 @@ class Gradients:
 
     def _share(self) -> None:
         if self.masters is not None:
-            self._shared = get_grads(self.masters.masters)
-            set_grads(self.masters.model_params, self._shared)
+            self._shared = share_grads(self.masters.masters, self.masters.model_params)
 
     @torch.no_grad()
     def _leave_in_place(self, scaler: LossScaler) -> None:
@@ -330,7 +343,8 @@ class Gradients:
             positions = [i for i, grad in enumerate(self._set_aside[:self._own]) if grad is not None]
         else:
             positions = self._left_scaled_positions()
-        grads = [self._set_aside[i] for i in positions]
+        carriers, grads = [self._carriers[i] for i in positions], [self._set_aside[i] for i in positions]
+        set_grads(carriers, grads)
         for i in positions:
             self._set_aside[i] = None
         if not grads or (self.left_scaled is not None and self.left_scaled.is_current(scaler)):
@@ -340,7 +354,7 @@ class Gradients:
                 grad.zero_()
             return
         factor = scaler.scale_tensor if self.left_scaled is None else scaler.scale_tensor / self.left_scaled.scale
-        _accumulate([self._carriers[i] for i in positions], grads, [None] * len(grads), factor,
+        _accumulate(carriers, grads, [None] * len(grads), factor,
                     torch.zeros_like(scaler.found_inf))
         if self.left_scaled is not None:
             self.left_scaled = ScaledBy(scaler)
@@ -350,34 +364,33 @@ def is_distributed() -> bool:
     return _HAS_DISTRIBUTED and dist.is_initialized()
 
 
-def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor | None], factor: Tensor,
-                found_inf: Tensor) -> list[Flags]:
+def _accumulate(holders: Sequence[Tensor], grads: Sequence[Tensor | None], earlier: Sequence[Tensor | None],
+                factor: Tensor, found_inf: Tensor, spares: list[Tensor | None] | None = None) -> list[Flags]:
     """holder.grad = earlier + grad * factor in the holder's dtype, with one pass over each gradient.
 
     Sums are written into `earlier`, and products of the same dtype into `grad`, in place. Raises `found_inf` where
-    `grad` is not finite.
+    `grad` is not finite. Where there is no `grad`, the holder has `earlier`. `spares`, kept by the caller for its next
+    call, saves small tensors from being made again.
     """
-    if not grads:
-        return []
-    if _kernels_take(grads) and all(map(is_, earlier, repeat(None))):
-        return [_scale(holders, grads, factor, found_inf)]
-    to_scale, to_add, flags = [], [], []
-    for i, (grad, before) in enumerate(zip(grads, earlier)):
-        if not _kernels_take([grad] if before is None else [grad, before]):
-            flags.append(((holders[i],), _accumulate_one(holders[i], grad, before, factor, found_inf)))
-        else:
-            (to_scale if before is None else to_add).append(i)
+    to_scale, results, to_add, others, kept = sort_grads(grads, earlier, holders, [] if spares is None else spares)
+    flags = [((holders[i],), _accumulate_one(holders[i], grads[i], earlier[i], factor, found_inf)) for i in others]
     if to_scale:
-        flags.append(_scale([holders[i] for i in to_scale], [grads[i] for i in to_scale], factor, found_inf))
+        flags.append(_scale(_at(to_scale, holders), _at(to_scale, grads), results, factor, found_inf))
     if to_add:
-        flags.append(_add([holders[i] for i in to_add], [grads[i] for i in to_add], [earlier[i] for i in to_add],
-                          factor, found_inf))
+        flags.append(_add(_at(to_add, holders), _at(to_add, grads), _at(to_add, earlier), factor, found_inf))
+    if kept:
+        set_grads(_at(kept, holders), _at(kept, earlier))
     return flags
 
 
-def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> Flags:
-    results = empty_unless_same_dtype(grads, holders)
-    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+def _at(positions: Sequence[int], values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The values at ascending `positions`."""
+    return values if len(positions) == len(values) else [values[i] for i in positions]
+
+
+def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], results: Sequence[Tensor], factor: Tensor,
+           found_inf: Tensor) -> Flags:
+    per_tensor = found_inf.new_zeros(len(grads))
     multi_tensor_scale(_local(grads), _local(results), found_inf, factor, per_tensor)
     set_grads(holders, results)
     return holders, per_tensor
@@ -385,7 +398,7 @@ def _scale(holders: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor, f
 
 def _add(holders: Sequence[Tensor], grads: Sequence[Tensor], earlier: Sequence[Tensor], factor: Tensor,
          found_inf: Tensor) -> Flags:
-    per_tensor = torch.zeros(len(grads), device=found_inf.device)
+    per_tensor = found_inf.new_zeros(len(grads))
     sums = _local(earlier)
     multi_tensor_axpby(_local(grads), sums, sums, found_inf, factor, 1.0, "x", per_tensor)
     set_grads(holders, earlier)
@@ -406,11 +419,6 @@ def _accumulate_one(holder: Tensor, grad: Tensor, before: Tensor | None, factor:
         holder.grad = result
     torch.maximum(found_inf, flag, out=found_inf)
     return flag.reshape(1)
-
-
-def _kernels_take(tensors: Sequence[Tensor]) -> bool:
-    return (_KERNEL_DTYPES.issuperset(map(_dtype, tensors)) and not any(map(_requires_grad, tensors))
-            and all(map(is_, map(_layout, tensors), repeat(torch.strided))))
 
 
 def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -171,15 +171,9 @@ def _saved_tensors_keep_their_types(replace: Replace) -> None:
     """What hooks pack and unpack for the backward, as `save_on_cpu` does with .cpu(), is no step of the model."""
     original = torch.autograd.graph.saved_tensors_hooks.__init__
 
-    def without_casts(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(value: Any) -> Any:
-            with _C.cast_scope(None):
-                return hook(value)
-        return run
-
     @functools.wraps(original)
     def __init__(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
-        original(self, without_casts(pack_hook), without_casts(unpack_hook))
+        original(self, _C.cast_scope(None)(pack_hook), _C.cast_scope(None)(unpack_hook))
 
     replace(torch.autograd.graph.saved_tensors_hooks, "__init__", __init__)
 

@@ -6,6 +6,7 @@ import copy
 import copyreg
 import dataclasses
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from . import patching
 from ._state import process, refresh_cast_devices
 from .cast_state import cast_scope
 from .generated_class import base_of, generate_class
-from .master_weights import FP32StateDict, MasterWeights
+from .master_weights import FP32StateDict, MasterWeights, master_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,13 +110,32 @@ def _namespace(base: type) -> dict[str, Any]:
                 output = cast.instance_forward(*args, **kwargs)
         return output if cast.output_type is None else cast_floating(output, cast.output_type)
 
+    with contextlib.suppress(TypeError, ValueError):  # a forward written in C
+        forward.__signature__ = inspect.signature(base.forward)  # getfullargspec doesn't look at what is wrapped
+
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        cast = self._amp_cast
+        if cast is None:
+            return base._apply(self, *args, **kwargs)
+        cast.sync()
+        before = _dtypes(self)
+        with_masters = [parameter for parameter in self.parameters() if master_of(parameter) is not None]
         moved = base._apply(self, *args, **kwargs)
-        if self._amp_cast is not None:
-            for masters in self._amp_cast.masters:
-                masters.follow()
-            refresh_cast_devices()
+        if not set(map(id, with_masters)).issubset(map(id, self.parameters())):
+            raise RuntimeError("this call replaced the model's parameters by new ones, as to(\"meta\") does, while the "
+                               "optimizer goes on training the FP32 masters of the old: call it before amp.initialize")
+        for masters in cast.masters:
+            masters.follow()
+        if _dtypes(self) != before:
+            _take_inputs_as_weights_are(self, cast)
+        refresh_cast_devices()
         return moved
+
+    @functools.wraps(base.zero_grad)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        base.zero_grad(self, set_to_none)
+        for setup in process.alive:
+            setup.clear_set_aside(self, set_to_none)
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copied(self, base, memo)
@@ -126,11 +146,22 @@ def _namespace(base: type) -> dict[str, Any]:
     def __reduce_ex__(self: nn.Module, protocol: int) -> tuple:
         return _reduced(self, base, protocol)
 
-    namespace = {"forward": forward, "_apply": _apply, "__deepcopy__": __deepcopy__, "__copy__": __copy__,
-                 "__reduce_ex__": __reduce_ex__, "_amp_cast": None}
+    namespace = {"forward": forward, "_apply": _apply, "zero_grad": zero_grad, "__deepcopy__": __deepcopy__,
+                 "__copy__": __copy__, "__reduce_ex__": __reduce_ex__, "_amp_cast": None}
     if getattr(base, "cls_to_become", None) is not None:  # a lazy module changes its class at its first forward
         namespace["cls_to_become"] = generate_class(base.cls_to_become, "model", _namespace)
     return namespace
+
+
+def _take_inputs_as_weights_are(model: nn.Module, cast: ModelCast) -> None:
+    """After model.float(), .half() and their like: weights take their masters' values as exactly as they can now."""
+    with torch.no_grad():
+        for masters in cast.masters:
+            for parameter, master in zip(masters.model_params, masters.masters):
+                parameter.copy_(master)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if cast.input_type is not None and len(dtypes) == 1:
+        cast.input_type = dtypes.pop()
 
 
 def _feed_scripted_modules_fp32(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from typing import Any, Iterator
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._state import Setup, process
 from .amp_optimizer import Stash, stash_of, unscale
 from .cast_state import clear_weight_cache
+from .gradients import is_distributed
 from .model_cast import cast_of
 
 
@@ -38,12 +40,14 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
             `found_inf`.
 
     Raises:
-        RuntimeError: no `amp.initialize` yet, an optimizer that it never saw, or optimizers of different calls.
+        RuntimeError: no `amp.initialize` yet, an optimizer that it never saw, optimizers of different calls, or a block
+            inside another one of the same optimizer.
         IndexError: `loss_id` out of range.
         TypeError: `loss` is not a floating tensor.
     """
-    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    listed = list({id(optimizer): optimizer for optimizer in listed}.values())
+    listed = [optimizers]
+    if isinstance(optimizers, (list, tuple)):
+        listed = list({id(optimizer): optimizer for optimizer in optimizers}.values())
     stashes = _stashes(listed)
     if stashes is None:
         yield loss
@@ -62,23 +66,41 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
                 clear_weight_cache()
         return
 
+    if any(stash.end_block is not None for stash in stashes):
+        raise RuntimeError("amp.scale_loss: a block of this optimizer is open already, and gradients of both would mix "
+                           "in .grad: leave it first, or add the losses")
     scaler.to(loss.device)
     for optimizer, stash in zip(listed, stashes):
         stash.finish_left_scaled(optimizer, unless_by=scaler)
     for stash in stashes:
         stash.gradients.catch_up()
     taken: set[int] | None = set() if len(listed) > 1 else None
+
+    def end_early() -> None:
+        for stash in stashes:
+            stash.end_block = None
+        setup.warn("optimizer.step() inside the amp.scale_loss block: the gradients there were unscaled for it, later "
+                   "ones will not be. Call it after the block")
+        unscale(scaler, stashes)
+
     try:
         for optimizer, stash in zip(listed, stashes):
             stash.gradients.open(optimizer.param_groups, scaler, stash.skip_is_pending(), taken)
+            stash.end_block = end_early
         yield scaler.scale(loss)
     except BaseException as error:
         for stash in reversed(stashes):
+            stash.end_block = None
             stash.gradients.put_back(error)
         clear_weight_cache()
         raise
 
-    if delay_unscale or _reduction_is_pending(setup):
+    ended = stashes[0].end_block is None
+    for stash in stashes:
+        stash.end_block = None
+    if ended:
+        pass
+    elif delay_unscale or _reduction_is_pending(setup):
         for stash in stashes:
             stash.gradients.keep_scaled(scaler)
     else:
@@ -90,20 +112,21 @@ def scale_loss(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, model: Any
 def _stashes(optimizers: list) -> list[Stash] | None:
     """amp's state of each optimizer; None where the latest initialize had enabled=False."""
     stashes = [stash_of(optimizer) for optimizer in optimizers]
-    if process.latest is None and not any(stashes):
-        if process.was_initialized:
-            return None
-        raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
-                           "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
-    if not optimizers:
-        raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty list")
-    for index, (optimizer, stash) in enumerate(zip(optimizers, stashes)):
-        if stash is None:
-            which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
-            raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizer).__name__}) did not go through "
-                               "amp.initialize. Pass it there together with its model, and use the optimizer that "
-                               "initialize returns")
-    if any(stash.setup is not stashes[0].setup for stash in stashes):
+    if None in stashes or not stashes:
+        if process.latest is None and not any(stashes):
+            if process.was_initialized:
+                return None
+            raise RuntimeError("amp.scale_loss was called before amp.initialize: first "
+                               "model, optimizer = amp.initialize(model, optimizer, opt_level=...)")
+        if not stashes:
+            raise RuntimeError("amp.scale_loss needs the optimizers whose gradients this backward makes, got an empty "
+                               "list")
+        index = stashes.index(None)
+        which = f"optimizers[{index}]" if len(optimizers) > 1 else "the optimizer"
+        raise RuntimeError(f"amp.scale_loss: {which} ({type(optimizers[index]).__name__}) did not go through "
+                           "amp.initialize. Pass it there together with its model, and use the optimizer that "
+                           "initialize returns")
+    if len(stashes) > 1 and any(stash.setup is not stashes[0].setup for stash in stashes):
         raise RuntimeError("amp.scale_loss: these optimizers come from different calls of amp.initialize, whose loss "
                            "scales differ; use one scale_loss block for each call")
     return stashes
@@ -111,7 +134,7 @@ def _stashes(optimizers: list) -> list[Stash] | None:
 
 def _scaler(setup: Setup, loss_id: int) -> Any:
     scalers = setup.loss_scalers
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+    if not isinstance(loss_id, (int, numbers.Integral)) or not 0 <= loss_id < len(scalers):
         raise IndexError(f"amp.scale_loss: loss_id must be an integer from 0 to {len(scalers) - 1}, got {loss_id!r}. "
                          "Tell amp.initialize how many losses there are: num_losses=...")
     return scalers[loss_id]
@@ -119,6 +142,8 @@ def _scaler(setup: Setup, loss_id: int) -> Any:
 
 def _reduction_is_pending(setup: Setup) -> bool:
     """True inside DistributedDataParallel's no_sync(): what this rank has is not what all ranks will have."""
+    if not is_distributed():
+        return False
     for model in setup.alive_models():
         wrapper = cast_of(model).ddp
         ddp = wrapper() if wrapper is not None else None

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ class LossScaler:
         self.scale_tensor = torch.tensor(start, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._forget_versions()
         self.skips_in_a_row = 0
         # A static scale of 1 changes nothing and checks nothing: no pass over the gradients at all.
         self.is_identity = not self.dynamic and start == 1.0
@@ -51,6 +53,16 @@ class LossScaler:
             self.scale_tensor = self.scale_tensor.to(device)
             self.growth_tracker = self.growth_tracker.to(device)
             self.found_inf = self.found_inf.to(device)
+            self._forget_versions()
+
+    def _forget_versions(self) -> None:
+        # Versions tell what need not be computed again; on a CPU only, for a CUDA graph's replay moves none.
+        self._cleared_at = -1
+        self._inverse: tuple[int, torch.Tensor] = -1, self.scale_tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_versions()
 
     def loss_scale(self) -> float:
         """The current scale (waits for the device)."""
@@ -73,23 +85,30 @@ class LossScaler:
         return int(self.growth_tracker.item())
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` in FP32 times the scale, on the loss's device."""
-        return loss.float() * self.scale_tensor.to(loss.device)
+        """`loss` in FP32 times the scale, which must be on its device."""
+        return (loss if loss.dtype == torch.float32 else loss.float()) * self.scale_tensor
 
     def inv_scale(self) -> torch.Tensor:
         """1 / scale, float32."""
-        return self.scale_tensor.reciprocal()
+        if self._inverse[0] != self.scale_tensor._version or not self.scale_tensor.is_cpu:
+            self._inverse = self.scale_tensor._version, self.scale_tensor.reciprocal()
+        return self._inverse[1]
+
+    def clear_found_inf(self) -> None:
+        """Makes `found_inf` zero."""
+        if self._cleared_at != self.found_inf._version or not self.found_inf.is_cpu:
+            self.found_inf.zero_()
+            self._cleared_at = self.found_inf._version
 
     def update(self) -> None:
         """Grows or backs off a dynamic scale by `found_inf` (non-zero: an overflow), without reading it on the host.
 
         A static scale counts its clean updates only.
         """
-        if self.dynamic:
-            update_scale_(self.scale_tensor, self.growth_tracker, self.found_inf, GROWTH_FACTOR, BACKOFF_FACTOR,
-                          GROWTH_INTERVAL, self.min_loss_scale, self.max_loss_scale)
-        else:
-            self.growth_tracker.add_(1).mul_((self.found_inf == 0).to(torch.int32))
+        rule = (GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, self.min_loss_scale, self.max_loss_scale)
+        if not self.dynamic:
+            rule = (1.0, 1.0, 2 ** 31 - 1, 0.0, math.inf)
+        update_scale_(self.scale_tensor, self.growth_tracker, self.found_inf, *rule)
 
     def state_dict(self) -> dict[str, float | int]:
         """{"loss_scale": float, "unskipped": int}, as Apex wrote it."""

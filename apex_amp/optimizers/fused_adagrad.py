@@ -14,20 +14,15 @@ from .fused_optimizer import Batch, FusedOptimizer, check_options, new_step, zer
 class FusedAdagrad(FusedOptimizer):
     """Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011), with torch.optim.Adagrad's `state_dict()`.
 
-    Args:
-        params: an iterable of parameters, or of dicts that define groups.
-        lr: learning rate, a float or a float32 tensor of one element.
+    Args, beside those of every FusedOptimizer:
         eps: added to the root of the sum of squares.
-        weight_decay: its coefficient.
-        set_grad_none: what `zero_grad()` without an argument does.
         adagrad_w_mode: True: decoupled weight decay; False: L2 regularization.
-        materialize_master_grads: see FusedOptimizer.
 
     Groups also carry torch's lr_decay and initial_accumulator_value, both 0, and follow them when a checkpoint of
     torch's or the group sets them.
 
     Raises:
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "adagrad_w_mode")
@@ -46,6 +41,6 @@ class FusedAdagrad(FusedOptimizer):
     def _update(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         for batch in batches:
             group = batch.group
-            multi_tensor_adagrad(batch.grads, batch.params, batch.state("sum"), batch.state("step"),
-                                 batch.model_params, found_inf, batch.inv_scale, group["lr"], group["lr_decay"],
-                                 group["eps"], group["weight_decay"], bool(self.adagrad_w_mode))
+            multi_tensor_adagrad(batch.grads, batch.params, *batch.state("sum", "step"), batch.model_params, found_inf,
+                                 batch.inv_scale, group["lr"], group["lr_decay"], group["eps"], group["weight_decay"],
+                                 bool(self.adagrad_w_mode))

@@ -17,25 +17,19 @@ class FusedAdam(FusedOptimizer):
 
     `state_dict()` is torch.optim.Adam's: checkpoints load either way, with adam_w_mode=True for torch.optim.AdamW's.
 
-    Args:
-        params: an iterable of parameters, or of dicts that define groups.
-        lr: learning rate, a float or a float32 tensor of one element.
+    Args, beside those of every FusedOptimizer:
         bias_correction: divide the moments by 1 - beta**step; False takes them as they are.
         betas: decay rates of the two moments, in [0, 1).
         eps: added to the root of the second moment.
         adam_w_mode: True: decoupled weight decay; False: L2 regularization.
-        weight_decay: its coefficient.
-        amsgrad: must be False.
-        set_grad_none: what `zero_grad()` without an argument does.
         capturable: keeps `lr` as a tensor on the parameters' device, so that a captured CUDA graph follows a scheduler;
             all else may be captured anyway.
         master_weights: half parameters get an FP32 master in their state ("master_param"), and are its rounded copy.
             Not needed after amp.initialize, which has masters of its own.
-        materialize_master_grads: see FusedOptimizer.
 
     Raises:
         RuntimeError: amsgrad=True.
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "adam_w_mode", "capturable", "master_weights")
@@ -89,9 +83,8 @@ class FusedAdam(FusedOptimizer):
     def _update(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         for batch in self._with_own_masters(batches) if self.master_weights else batches:
             group = batch.group
-            multi_tensor_adam(batch.grads, batch.params, batch.state("exp_avg"),
-                              batch.state("exp_avg_sq"), batch.state("step"), batch.model_params,
-                              found_inf, batch.inv_scale, group["lr"], *group["betas"], group["eps"],
+            multi_tensor_adam(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
+                              batch.model_params, found_inf, batch.inv_scale, group["lr"], *group["betas"], group["eps"],
                               group["weight_decay"], bool(self.adam_w_mode), bool(group["bias_correction"]))
 
     def _with_own_masters(self, batches: list[Batch]) -> list[Batch]:

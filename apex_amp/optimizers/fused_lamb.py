@@ -19,24 +19,18 @@ class FusedLAMB(FusedOptimizer):
     all groups together; the trust ratio |param| / |update| has no bounds (phi is the identity), is 1 where either norm
     is 0, and applies where weight_decay is not 0, or everywhere with use_nvlamb.
 
-    Args:
-        params: an iterable of parameters, or of dicts that define groups.
-        lr: learning rate, a float or a float32 tensor of one element.
+    Args, beside those of every FusedOptimizer:
         bias_correction: divide the moments by 1 - beta**step; False takes them as they are.
         betas: decay rates of the two moments, in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: its coefficient.
-        amsgrad: must be False.
         adam_w_mode: True: decoupled weight decay; False: L2 regularization.
         grad_averaging: the gradient enters the first moment times 1 - beta1; False: as it is.
-        set_grad_none: what `zero_grad()` without an argument does.
         max_grad_norm: the constructor's value holds for all groups; 0 or None: no clipping.
         use_nvlamb: apply the trust ratio to parameters without weight decay too.
-        materialize_master_grads: see FusedOptimizer.
 
     Raises:
         RuntimeError: amsgrad=True.
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
@@ -49,7 +43,8 @@ class FusedLAMB(FusedOptimizer):
                  materialize_master_grads: bool = True) -> None:
         if amsgrad:
             raise RuntimeError("FusedLAMB does not support the AMSGrad variant")
-        check_options("FusedLAMB", betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        check_options("FusedLAMB", betas, lr=lr, eps=eps, weight_decay=weight_decay,
+                      max_grad_norm=0 if max_grad_norm is None else max_grad_norm)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
@@ -65,9 +60,8 @@ class FusedLAMB(FusedOptimizer):
         for batch in batches:
             group = batch.group
             norm = 0.0 if grad_norm is None else _scaled_alike(grad_norm, batch)
-            multi_tensor_lamb(batch.grads, batch.params, batch.state("exp_avg"),
-                              batch.state("exp_avg_sq"), batch.state("step"), batch.model_params,
-                              found_inf, batch.inv_scale, group["lr"], norm, *group["betas"], group["eps"],
+            multi_tensor_lamb(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
+                              batch.model_params, found_inf, batch.inv_scale, group["lr"], norm, *group["betas"], group["eps"],
                               group["weight_decay"], bool(self.adam_w_mode), bool(group["bias_correction"]),
                               bool(group["grad_averaging"]), max_grad_norm, bool(self.use_nvlamb))
 

@@ -19,26 +19,20 @@ class FusedNovoGrad(FusedOptimizer):
     and betas=(0.95, 0.98): the average over layers' gradients is kept as a norm, not as its square; with bias
     correction the norm is divided by sqrt(1 - beta2**step), although the first norm already is the whole average.
 
-    Args:
-        params: an iterable of parameters, or of dicts that define groups.
-        lr: learning rate, a float or a float32 tensor of one element.
+    Args, beside those of every FusedOptimizer:
         bias_correction: divide the first moment by 1 - beta1**step and the norm as above.
         betas: decay rates of the moment and of the norm, in [0, 1).
         eps: added to the norm.
-        weight_decay: its coefficient.
-        amsgrad: must be False.
         reg_inside_moment: normalize and decay the gradient before it enters the moment; False: the step after it.
         grad_averaging: the gradient enters the moment times 1 - beta1; False: as it is.
         norm_type: 2: the norm of a layer's gradient; 0: its largest magnitude.
         init_zero: start the averaged norm from 0, not from the first norm.
-        set_grad_none: what `zero_grad()` without an argument does.
-        materialize_master_grads: see FusedOptimizer.
 
     State of a parameter: step, exp_avg, and exp_avg_sq, the averaged norm (not squared, in spite of Apex's name).
 
     Raises:
         RuntimeError: amsgrad=True, or another norm_type.
-        ValueError: an option out of its range.
+        TypeError, ValueError: an option that is no number, or out of its range.
     """
 
     _options = (*FusedOptimizer._options, "moment_mode")
@@ -60,6 +54,25 @@ class FusedNovoGrad(FusedOptimizer):
                         grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero)
         super().__init__(params, defaults, set_grad_none, materialize_master_grads)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "exp_avg_sq" in group:
+                self._adopt_norms(group, group.pop("exp_avg_sq"))
+
+    def _adopt_norms(self, group: dict[str, Any], norms: list[Tensor]) -> None:
+        """Takes over averaged norms as Apex kept them: [those of half parameters, those of float32 ones]."""
+        for norms_of_kind, is_float in zip(norms, (False, True)):
+            params = [param for param in group["params"]
+                      if param in self.state and (param.dtype == torch.float32) == is_float]
+            if len(params) != norms_of_kind.numel():
+                kind = "float32" if is_float else "half"
+                raise ValueError(f"FusedNovoGrad.load_state_dict: the checkpoint has {norms_of_kind.numel()} averaged "
+                                 f"norms (exp_avg_sq) of {kind} parameters in a group, expected {len(params)}: give "
+                                 "the parameters the dtypes that they had when it was made")
+            for param, norm in zip(params, norms_of_kind):
+                self.state[param]["exp_avg_sq"] = norm.detach().clone().to(param.device, torch.float32)
+
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {"step": new_step(param), "exp_avg": zeros_like(param), "exp_avg_sq": new_step(param)}
 
@@ -69,9 +82,8 @@ class FusedNovoGrad(FusedOptimizer):
             l2_norm = group["norm_type"] == 2
             norms = multi_tensor_l2norm(batch.grads, per_tensor=True)[1] if l2_norm \
                 else _largest_magnitudes(batch.grads)
-            multi_tensor_novograd(batch.grads, batch.params, batch.state("exp_avg"),
-                                  batch.state("exp_avg_sq"), batch.state("step"), batch.model_params,
-                                  found_inf, batch.inv_scale, group["lr"], norms, *group["betas"], group["eps"],
+            multi_tensor_novograd(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
+                                  batch.model_params, found_inf, batch.inv_scale, group["lr"], norms, *group["betas"], group["eps"],
                                   group["weight_decay"], bool(group["bias_correction"]), bool(group["grad_averaging"]),
                                   self.moment_mode == 0, l2_norm, bool(group["init_zero"]))
 

@@ -1,12 +1,17 @@
 """What the fused optimizers share: gradients and state gathered into lists, checks, checkpoints."""
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from .._C import are_plain, get_grads, state_lists
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF_TYPES, torch.float32)
@@ -18,20 +23,23 @@ class Batch:
     """Parameters of one group and one device that take the step in one call; all lists have one order."""
     group: dict[str, Any]
     inv_scale: Tensor | None
-    owners: list[Tensor] = field(default_factory=list)  # the parameters as the group has them
+    owners: list[Tensor]  # the parameters as the group has them
+    params: list[Tensor]  # what the update writes
+    grads: list[Tensor]
+    model_params: list[Tensor] | None
     states: list[dict[str, Any]] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)  # what the update writes
-    grads: list[Tensor] = field(default_factory=list)
-    model_params: list[Tensor] | None = None
 
     def part(self, positions: list[int]) -> Batch:
-        def pick(values: list[Any]) -> list[Any]:
-            return [values[i] for i in positions]
-        return Batch(self.group, self.inv_scale, pick(self.owners), pick(self.states), pick(self.params),
-                     pick(self.grads), None if self.model_params is None else pick(self.model_params))
+        return Batch(self.group, self.inv_scale, _pick(self.owners, positions), _pick(self.params, positions),
+                     _pick(self.grads, positions),
+                     None if self.model_params is None else _pick(self.model_params, positions),
+                     _pick(self.states, positions))
 
-    def state(self, key: str) -> list[Tensor]:
-        return [_local(state[key]) for state in self.states]
+    def state(self, *keys: str) -> list[list[Tensor]]:
+        """The list of each kind of state, with None for a parameter that has none of it."""
+        lists = [[state.get(key) for state in self.states] for key in keys] if is_compiling() \
+            else state_lists(self.states, *keys)
+        return [_local(tensors) for tensors in lists]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -43,10 +51,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     Under torch.amp.GradScaler, and after amp.initialize, `found_inf` (and GradScaler's `grad_scale`) are read on the
     device: a step that turns out to be an overflow changes nothing, and the host never waits to know.
 
-    Args:
+    Args, of all fused optimizers:
         params: an iterable of parameters, or of dicts that define groups.
-        defaults: the options of groups.
-        set_grad_none: what `zero_grad()` without an argument does.
+        lr: learning rate, a float or a float32 tensor of one element.
+        weight_decay: its coefficient.
+        amsgrad: where it is taken, it must be False.
+        set_grad_none: what `zero_grad()` without an argument does; the gradients of model parameters that have FP32
+            masters become None then in any case.
         materialize_master_grads: False: after amp.initialize at O2 or O5, leaving scale_loss only checks the model's
             half gradients, and the step reads them as they are, with one backward for each step. The masters then
             have a `.grad` only after `amp.master_params(optimizer)`, which unscales them.
@@ -115,35 +126,35 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches = [batch for index, group in enumerate(self.param_groups)
                    for batch in self._gather_group(index, group, inv_scale, amp_step, model_inv_scale)]
         for batch in batches:
-            for owner in batch.owners:
-                state = self.state.get(owner)
-                if not state:
-                    state = self.state[owner] = self._new_state(owner, batch.group)
-                batch.states.append(state)
+            batch.states = list(map(self.state.get, batch.owners))
+            for i, owner in enumerate(batch.owners if not all(batch.states) else ()):
+                if not batch.states[i]:
+                    batch.states[i] = self.state[owner] = self._new_state(owner, batch.group)
         return batches
 
     def _gather_group(self, group_index: int, group: dict[str, Any], inv_scale: Tensor | None, amp_step: Any,
                       model_inv_scale: Tensor | None) -> list[Batch]:
-        batches: dict[tuple[torch.device, bool], Batch] = {}
-        for index, param in enumerate(group["params"]):
-            grad, model_param, scale = param.grad, None, inv_scale
-            if amp_step is not None:
-                model_param = amp_step.model_param_of(param)
-                if model_param is not None and model_inv_scale is not None:
-                    grad, scale = model_param.grad, model_inv_scale
-            if grad is None:
-                continue
-            self._check(group_index, index, param, grad)
-            key = param.device, model_param is not None
-            batch = batches.get(key)
-            if batch is None:
-                batch = batches[key] = Batch(group, scale, model_params=None if model_param is None else [])
-            batch.owners.append(param)
-            batch.params.append(_local(param))
-            batch.grads.append(_local(grad))
-            if model_param is not None:
-                batch.model_params.append(model_param)
-        return list(batches.values())
+        params = group["params"]
+        model_params = [None] * len(params) if amp_step is None else amp_step.model_params_of(params)
+        if model_inv_scale is None:
+            model_inv_scale, grads = inv_scale, _grads(params)
+        else:
+            grads = _grads([param if model_param is None else model_param
+                            for param, model_param in zip(params, model_params)])
+        if params and not is_compiling():
+            if amp_step is None and are_plain(params, grads):
+                return [Batch(group, inv_scale, params, params, grads, None)]
+            if amp_step is not None and are_plain(params, grads, model_params):
+                return [Batch(group, model_inv_scale, params, params, grads, model_params)]
+        kinds: dict[tuple[torch.device, bool], list[int]] = {}
+        for index, (param, grad, model_param) in enumerate(zip(params, grads, model_params)):
+            if grad is not None:
+                self._check(group_index, index, param, grad)
+                kinds.setdefault((param.device, model_param is not None), []).append(index)
+        return [Batch(group, model_inv_scale if has_copies else inv_scale, _pick(params, positions),
+                      _local(_pick(params, positions)), _local(_pick(grads, positions)),
+                      _pick(model_params, positions) if has_copies else None)
+                for (_, has_copies), positions in kinds.items()]
 
     def _check(self, group_index: int, index: int, param: Tensor, grad: Tensor | None) -> None:
         whole = self._takes_shards or type(param) in _PLAIN_TYPES or not hasattr(param, "to_local")
@@ -188,13 +199,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, of torch's optimizer of the same rule, or of Apex's."""
         super().load_state_dict(state_dict)
-        # torch rounds state to the parameter's dtype; that of half parameters is FP32 here.
+        # torch gives state the parameter's dtype; that of half parameters is FP32 here.
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for index, param in zip(saved, params):
             for key, value in state_dict["state"].get(index, {}).items():
-                if param.dtype in _HALF_TYPES and isinstance(value, Tensor) and value.dtype == torch.float32:
-                    self.state[param][key] = value.detach().clone().to(param.device)
+                if param.dtype in _HALF_TYPES and isinstance(value, Tensor) and value.is_floating_point():
+                    self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
 
 
 def zeros_like(param: Tensor) -> Tensor:
@@ -206,16 +217,35 @@ def new_step(param: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The shard that this rank holds, where `tensor` is a DTensor."""
-    return tensor if type(tensor) in _PLAIN_TYPES or not hasattr(tensor, "to_local") else tensor.to_local()
+def _pick(values: list[Any], positions: list[int]) -> list[Any]:
+    return [values[position] for position in positions]
+
+
+def _grads(tensors: list[Tensor]) -> list[Tensor | None]:
+    return [tensor.grad for tensor in tensors] if is_compiling() else get_grads(tensors)
+
+
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    """The shards that this rank holds, where tensors are DTensors."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensors
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def check_options(optimizer: str, betas: tuple[float, float] | None = None, **not_negative: Any) -> None:
-    """Raises ValueError for an option that is negative or not a number, or a beta outside [0, 1)."""
+    """Raises TypeError for an option that is not a number, and ValueError for one out of its range.
+
+    Options are at least 0; betas are two numbers in [0, 1). Tensors are not read: that would wait for their device.
+    """
     for name, value in not_negative.items():
-        if isinstance(value, (int, float)) and not value >= 0:
+        if isinstance(value, Tensor):
+            continue
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{optimizer}: {name} must be a number, got {value!r}")
+        if not value >= 0:
             raise ValueError(f"{optimizer}: {name} must be at least 0, got {value!r}")
+    if betas is not None and (not isinstance(betas, (list, tuple)) or len(betas) != 2):
+        raise TypeError(f"{optimizer}: betas must be two numbers, got {betas!r}")
     for index, beta in enumerate(betas or ()):
         if not 0 <= beta < 1:
             raise ValueError(f"{optimizer}: betas[{index}] must be at least 0 and below 1, got {beta!r}")

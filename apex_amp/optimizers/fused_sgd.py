@@ -14,17 +14,15 @@ from .fused_optimizer import Batch, FusedOptimizer, check_options, zeros_like
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent with momentum, as torch.optim.SGD defines it, whose `state_dict()` it has.
 
-    Args:
-        params: an iterable of parameters, or of dicts that define groups.
-        lr: learning rate, a float or a float32 tensor of one element; required here or in every group.
+    Args, beside those of every FusedOptimizer:
+        lr: required here or in every group.
         momentum: factor of the momentum buffer. A parameter's first gradient becomes its buffer.
         dampening: the gradient enters the buffer times 1 - dampening. Where a buffer is new, dampening is not 0 and an
             overflow is known on the device only, that step waits for the device.
         weight_decay: L2 regularization.
         nesterov: step along gradient + momentum * buffer; needs momentum, and dampening 0.
         wd_after_momentum: add the decay to the step instead of to the gradient.
-        materialize_master_grads: see FusedOptimizer.
-        set_grad_none: what `zero_grad()` without an argument does; False here, as in Apex.
+        set_grad_none: False here, as in Apex.
 
     Raises:
         ValueError: no lr, an option out of its range, or nesterov without momentum or with dampening.
@@ -35,7 +33,7 @@ class FusedSGD(FusedOptimizer):
     def __init__(self, params: Iterable[Any], lr: float | Tensor = required, momentum: float = 0,
                  dampening: float = 0, weight_decay: float = 0, nesterov: bool = False, wd_after_momentum: bool = False,
                  materialize_master_grads: bool = True, set_grad_none: bool = False) -> None:
-        check_options("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_options("FusedSGD", lr=0 if lr is required else lr, momentum=momentum, weight_decay=weight_decay)
         self.wd_after_momentum = wd_after_momentum
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults, set_grad_none, materialize_master_grads)
@@ -58,7 +56,7 @@ class FusedSGD(FusedOptimizer):
         for batch in batches:
             for part, first_run in self._split(batch):
                 group = part.group
-                buffers = part.state("momentum_buffer") if group["momentum"] else None
+                buffers = part.state("momentum_buffer")[0] if group["momentum"] else None
                 multi_tensor_sgd(part.grads, part.params, buffers, part.model_params, found_inf, part.inv_scale,
                                  group["lr"], group["momentum"], group["dampening"], group["weight_decay"],
                                  bool(group["nesterov"]), first_run, bool(self.wd_after_momentum))
@@ -72,7 +70,7 @@ class FusedSGD(FusedOptimizer):
         """The batch as (parameters that have a momentum buffer, False) and (those that get it now, True)."""
         if not batch.group["momentum"]:
             return [(batch, False)]
-        new = [state.get("momentum_buffer") is None for state in batch.states]
+        new = [buffer is None for buffer in batch.state("momentum_buffer")[0]]
         for owner, state, is_new in zip(batch.owners, batch.states, new):
             if is_new:
                 state["momentum_buffer"] = zeros_like(owner)

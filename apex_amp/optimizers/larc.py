@@ -17,7 +17,8 @@ class LARC:
     Works on the gradients of the optimizer that it wraps: each becomes (grad + weight_decay * param) * r, with
     rate = trust_coefficient * |param| / (|grad| + weight_decay * |param| + eps) and r = min(rate / lr, 1), or r = rate
     without clip. So the wrapped optimizer's weight decay is folded in, and acts as L2 regularization. The gradient of a
-    parameter where either norm is 0 is left as it is, without weight decay.
+    parameter where either norm is 0 is left as it is, without weight decay. After amp.initialize these are the masters'
+    gradients, which are made for it even where the wrapped optimizer has materialize_master_grads=False.
 
     Args:
         optimizer: the optimizer to wrap; reachable as `optim`.
@@ -74,6 +75,9 @@ class LARC:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        amp_stash = getattr(self.optim, "_amp_stash", None)
+        if amp_stash is not None:  # with materialize_master_grads=False the masters may have no gradients yet
+            amp_stash.gradients.materialize_masters()
         with self._weight_decay_absorbed() as weight_decays, self._amp_scaling_handed_on() as scale:
             for group, weight_decay in zip(self.param_groups, weight_decays):
                 self._rescale_gradients(group, weight_decay, scale)

@@ -25,7 +25,7 @@ CHECKED_FLAGS = ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exi
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CHECKS = {"x": 1, "y": 2, "both": 3}
 SCHEDULES = {"forward": 0, "reverse": 1, "random": 2}
-NORM_CHUNK, ELEMENTWISE_CHUNK, TILE = 32768, 16384, 4096  # kNormChunk, kElementwiseChunk, kTile
+NORM_CHUNK, ELEMENTWISE_CHUNK, TILE = 32768, 16384, 2048  # kNormChunk, kElementwiseChunk, kTile
 CURRENT_DRIVER, DRIVER_WITH_SMALL_PARAMETERS = 13000, 12000
 
 
