@@ -221,10 +221,9 @@ def uninstall() -> None:
 
 
 def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
-    """torch's fused kernels write parameters and move no version counter, which cached casts and masters go by."""
+    """torch's fused kernels write parameters and move no version counter, which masters go by."""
     if torch.compiler.is_compiling() or stash_of(optimizer) is not None:
         return
-    clear_weight_cache()
     torch.autograd.graph.increment_version(
         [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
          if master_of(parameter) is not None or is_master(parameter)])
