@@ -45,7 +45,8 @@ enum CastType : int8_t { kUnset = -1, kOff = 0, kHalf = 1, kBFloat16 = 2 };
 constexpr std::array<ScalarType, 3> kScalarTypes = {ScalarType::Undefined, ScalarType::Half, ScalarType::BFloat16};
 
 std::atomic<int8_t> default_cast_type{kOff};
-std::atomic<uint32_t> cast_devices{0xffffffffu};  // a bit per c10::DeviceType
+constexpr uint32_t kNoDevices = 0, kAllDevices = 0xffffffffu;  // a bit per c10::DeviceType
+std::atomic<uint32_t> cast_devices{kAllDevices};
 
 // What a CastScope sets for its thread, and puts back.
 struct Scoped {
@@ -94,6 +95,24 @@ inline int8_t cast_type_on(uint32_t device) {
   const CastType cast_type = current_cast_type();
   if (cast_type == kOff || !(current_devices() & device)) return kOff;
   return thread_state.other_devices & device ? other_type(cast_type) : cast_type;
+}
+
+// The present state, but with casts to `cast_type` on one device type; on the others, what is cast now still is.
+Scoped scoped_on(uint32_t device, int8_t cast_type) {
+  Scoped next = thread_state;
+  const CastType outer = current_cast_type();
+  const uint32_t elsewhere = outer == kOff ? kNoDevices : current_devices() & ~device;
+  const uint32_t others = next.other_devices & elsewhere;
+  if (cast_type == kOff) {
+    next.scope = elsewhere ? outer : kOff;
+    next.devices = elsewhere;
+    next.other_devices = others;
+  } else {
+    next.scope = cast_type;
+    next.devices = device | elsewhere;
+    next.other_devices = outer == cast_type ? others : elsewhere & ~others;
+  }
+  return next;
 }
 
 PyObject* dtype_object(int8_t cast_type) {
@@ -450,7 +469,7 @@ struct CastFunction {
 PyTypeObject* function_type = nullptr;  // for originals that do not bind (builtins)
 PyTypeObject* method_type = nullptr;    // for originals that have __get__
 
-PyObject* mode_hook = nullptr;      // called while a dispatch mode is on; may name another cast type
+PyObject* mode_hook = nullptr;      // called while a dispatch mode is on; names the scopes entered in traced code
 PyObject* observer = nullptr;       // called with (function, arguments, result, casts, cache hits) after a call
 PyObject* saturate_hook = nullptr;  // called with (function name, number, dtype) when a number is saturated
 
@@ -665,23 +684,32 @@ inline PyObject* dispatch(const CastFunction* self, PyObject* const* args, size_
   }
 }
 
-// The call in the state that the mode hook names: (cast type, device type or None); NotImplemented: the present one.
+// Applies scopes that the mode hook names, outermost first: (cast type, device type or None for all) each.
+bool apply_scopes(PyObject* scopes) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(scopes); ++i) {
+    PyObject *cast_type_object, *device_object;
+    int8_t cast_type;
+    uint32_t device = kAllDevices;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(scopes, i), "OO", &cast_type_object, &device_object) ||
+        !parse_cast_type(cast_type_object, &cast_type) ||
+        (device_object != Py_None && !parse_device_type(device_object, &device))) {
+      return false;
+    }
+    Scoped next;
+    next.scope = cast_type;
+    static_cast<Scoped&>(thread_state) = device_object == Py_None ? next : scoped_on(device, cast_type);
+  }
+  return true;
+}
+
 PyObject* dispatch_in_mode(const CastFunction* self, PyObject* const* args, size_t nargsf, PyObject* kwnames) {
-  PyObject* answer = PyObject_CallNoArgs(mode_hook);
-  if (answer == nullptr) return nullptr;
+  PyObject* scopes = PyObject_CallNoArgs(mode_hook);
+  if (scopes == nullptr) return nullptr;
   Scoped& current = thread_state;
   const Scoped outer = current;
-  bool parsed = true;
-  if (answer != Py_NotImplemented) {
-    Scoped asked;
-    PyObject *cast_type, *device_type;
-    parsed = PyArg_ParseTuple(answer, "OO", &cast_type, &device_type) && parse_cast_type(cast_type, &asked.scope) &&
-             (device_type == Py_None || parse_device_type(device_type, &asked.devices));
-    current = asked;
-  }
-  Py_DECREF(answer);
-  PyObject* result = parsed ? dispatch(self, args, nargsf, kwnames) : nullptr;
+  PyObject* result = apply_scopes(scopes) ? dispatch(self, args, nargsf, kwnames) : nullptr;
   current = outer;
+  Py_DECREF(scopes);
   return result;
 }
 
@@ -941,7 +969,6 @@ void leave_forward() {
 }
 
 // The innermost region decides, so a torch.autocast around a scope pauses inside it.
-constexpr uint32_t kNoDevices = 0, kAllDevices = 0xffffffffu;
 constexpr std::array<at::DeviceType, 4> kAutocastDevices = {at::kCUDA, at::kCPU, at::kXPU, at::kMPS};
 
 inline uint32_t device_bit(at::DeviceType type) { return 1u << static_cast<unsigned>(type); }
@@ -1066,24 +1093,6 @@ PyObject* cast_scope(PyObject*, PyObject* args, PyObject* kwargs) {
   if (!parse_cast_type(object, &inner.scope)) return nullptr;
   inner.held = inner.scope == kOff && !forward;
   return make_scope(inner, forward != 0, kAllDevices);
-}
-
-// The present state, but with casts to `cast_type` on one device type; on the others, what is cast now still is.
-Scoped scoped_on(uint32_t device, int8_t cast_type) {
-  Scoped next = thread_state;
-  const CastType outer = current_cast_type();
-  const uint32_t elsewhere = outer == kOff ? kNoDevices : current_devices() & ~device;
-  const uint32_t others = next.other_devices & elsewhere;
-  if (cast_type == kOff) {
-    next.scope = elsewhere ? outer : kOff;
-    next.devices = elsewhere;
-    next.other_devices = others;
-  } else {
-    next.scope = cast_type;
-    next.devices = device | elsewhere;
-    next.other_devices = outer == cast_type ? others : elsewhere & ~others;
-  }
-  return next;
 }
 
 // A region of the native face: a scope for tensors of one device type, and a forward to the weight cache.

@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <numeric>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -158,6 +159,14 @@ struct Group {
   std::vector<int64_t> sizes, index;
   std::array<std::vector<void*>, kMaxLists> data;
 
+  void resize(int64_t positions) {
+    sizes.resize(positions);
+    index.resize(positions);
+    for (std::vector<void*>& list : data) {
+      if (!list.empty()) list.resize(positions);  // the lists that the op has
+    }
+  }
+
   TensorTable table() const {
     TensorTable table{static_cast<int64_t>(sizes.size()), sizes.data(), index.data(), {}, {}};
     for (int l = 0; l < kMaxLists; ++l) {
@@ -226,6 +235,7 @@ class TensorLists {
   // Positions that are worth another thread: each tensor's object, TensorImpl, storage and version lie in cache lines of
   // their own, so that a walk over thousands mostly waits for memory.
   static constexpr int64_t kGrainSize = 1024;
+  static constexpr int64_t kBlock = 32;
 
   const c10::TensorImpl& impl(size_t l, int64_t i) const { return *tensor(l, i).unsafeGetTensorImpl(); }
   std::string name(size_t list, int64_t i) const { return text(arguments_[list].name, "[", i, "]"); }
@@ -251,37 +261,35 @@ class TensorLists {
   bool add_all_like_first() {
     if (groups_.empty() || !stand_ins_.empty()) return false;
     Group& group = groups_[0];
-    group.sizes.resize(size_);
-    group.index.resize(size_);
-    for (size_t l = 0; l < arguments_.size(); ++l) group.data[l].resize(size_);
+    group.resize(size_);
+    std::iota(group.index.begin(), group.index.end(), 0);
     std::atomic<bool> alike{true};
     at::parallel_for(0, size_, kGrainSize, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (!is_like_first(i)) return alike.store(false, std::memory_order_relaxed);
-        group.sizes[i] = impl(0, i).numel();
-        group.index[i] = i;
-        for (size_t l = 0; l < arguments_.size(); ++l) group.data[l][i] = data(l, tensor(l, i));
+      // One list at a time, because the shorter a loop is the more of its cache misses overlap; and in blocks, so that
+      // the shapes to compare with are still there.
+      for (int64_t block = begin; block < end; block += kBlock) {
+        for (size_t l = 0; l < arguments_.size(); ++l) {
+          if (!fill_like_first(group, l, block, std::min(end, block + kBlock))) return alike.store(false);
+        }
       }
     });
-    if (alike) return true;
-    group.sizes.resize(1);
-    group.index.resize(1);
-    for (size_t l = 0; l < arguments_.size(); ++l) group.data[l].resize(1);
-    return false;
+    if (!alike) group.resize(1);
+    return alike;
   }
 
-  bool is_like_first(int64_t i) const {
-    for (size_t l = 0; l < arguments_.size(); ++l) {
+  bool fill_like_first(Group& group, size_t l, int64_t begin, int64_t end) const {
+    const c10::TensorImpl& first = impl(l, 0);
+    for (int64_t i = begin; i < end; ++i) {
       const c10::TensorImpl& tensor = impl(l, i);
-      const c10::TensorImpl& first = impl(l, 0);
       // The keys tell layout, views that negate, and whether the values are in memory of its own.
       if (tensor.key_set() != first.key_set() || tensor.dtype() != first.dtype() ||
           tensor.device() != first.device() || !tensor.is_contiguous() || tensor.sizes() != impl(0, i).sizes() ||
           tensor.numel() == 0) return false;
-      if (!arguments_[l].written) continue;
       // A lazy copy is copied where it is first written, which is no work for several threads.
-      if (c10::impl::cow::is_cow_data_ptr(tensor.unsafe_storage().data_ptr()) ||
-          (refuses_grad_ && tensor.requires_grad())) return false;
+      if (arguments_[l].written && (c10::impl::cow::is_cow_data_ptr(tensor.unsafe_storage().data_ptr()) ||
+                                    (refuses_grad_ && tensor.requires_grad()))) return false;
+      if (l == 0) group.sizes[i] = tensor.numel();
+      group.data[l][i] = data(l, this->tensor(l, i));
     }
     return true;
   }

@@ -167,3 +167,28 @@ def test_a_scope_in_compiled_code_leaves_eager_code_alone() -> None:
     with pytest.raises(Exception):
         torch.compile(failing, backend="eager", fullgraph=True)(X)
     assert cast_state.current_cast_type() == HALF
+
+
+def test_regions_of_one_device_type_leave_those_of_others() -> None:
+    cast_state.set_cast_devices({"cpu", "meta"})
+    y = X.to("meta")
+
+    def products() -> tuple[torch.Tensor, ...]:
+        return torch.mm(X, X), X @ X, torch.mm(y, y), y @ y
+
+    def nested(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with cast_state.cast_region(torch.bfloat16, "meta", True):
+            results = products()
+            with cast_state.cast_region(None, "cpu", True):
+                results += products()
+            with cast_state.disable_casts(), cast_state.cast_region(HALF, "meta", True):
+                results += products()
+            return (*results, *products(), x + x)
+
+    for cast_type in (HALF, None):
+        cast_state.set_default_cast_type(cast_type)
+        expected = types(nested(X))
+        assert expected[:8] == [cast_type or FLOAT] * 2 + [torch.bfloat16] * 2 + [FLOAT] * 2 + [torch.bfloat16] * 2
+        for backend in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            assert types(torch.compile(nested, backend=backend, fullgraph=True)(X)) == expected

@@ -15,7 +15,7 @@ from .._C import set_grads
 from .cast_state import cast_scope, clear_weight_cache, current_cast_type
 from .generated_class import base_of, generate_class
 from .gradients import Gradients, is_distributed
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, is_master, master_of
 from .overflow import Overflow
 from .scaler import LossScaler
 from ._state import Setup
@@ -221,12 +221,12 @@ def uninstall() -> None:
 
 
 def _after_any_step(optimizer: Any, args: tuple, kwargs: dict) -> None:
-    """torch's fused kernels write parameters and move no version counter, which cached casts and masters go by."""
+    """torch's fused kernels write parameters and move no version counter, which masters go by."""
     if torch.compiler.is_compiling() or stash_of(optimizer) is not None:
         return
-    clear_weight_cache()
-    written = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
-    torch.autograd.graph.increment_version(MasterWeights.paired(written))
+    torch.autograd.graph.increment_version(
+        [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
+         if master_of(parameter) is not None or is_master(parameter)])
 
 
 # --- the generated class ----------------------------------------------------------------------------------------------

@@ -64,7 +64,11 @@ class Gradients:
         self.missing = 0
         # Small FP32 gradients to be written again, once nobody else has them.
         self._spares: list[Tensor | None] = []
-        self._forget_parameters()
+        # What the optimizer's groups held when these were listed from them; see `_list_parameters`.
+        self._groups: list[list[Tensor]] = []
+        self._own = 0
+        self._carriers: list[Tensor] = []
+        self._holders: list[Tensor] = []
         self._forget_block()
 
     # --- the scale_loss window, in the order of its calls -------------------------------------------------------------
@@ -255,8 +259,7 @@ class Gradients:
 
     def __getstate__(self) -> dict:
         self.materialize_masters()
-        self._forget_parameters()
-        return {**self.__dict__, "_spares": []}
+        return {**self.__dict__, "_spares": [], "_groups": []}
 
     def culprits(self, flags: list[Flags]) -> list[Tensor]:
         """The model's parameters that `flags` say have an inf or NaN in their gradient, each once."""
@@ -290,12 +293,6 @@ class Gradients:
             taken.update(map(id, own), map(id, carriers))
         self._groups = [list(parameters) for parameters in groups] if taken is None else []
         self._own, self._carriers, self._holders = len(own), own + carriers, own + holders
-
-    def _forget_parameters(self) -> None:
-        self._groups: list[list[Tensor]] = []  # what the rest of these were listed from
-        self._own = 0
-        self._carriers: list[Tensor] = []
-        self._holders: list[Tensor] = []
 
     def _forget_block(self) -> None:
         self._set_aside: list[Tensor | None] = []

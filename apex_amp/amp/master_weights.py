@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import struct
 import weakref
+from operator import is_
 from typing import Any, ClassVar, Iterable, Iterator
 
 import torch
@@ -19,6 +20,10 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return getattr(parameter, "_amp_master", None)
 
 
+def is_master(tensor: torch.Tensor) -> bool:
+    return any(masters.model_params_of([tensor])[0] is not None for masters in MasterWeights.alive)
+
+
 class MasterWeights:
     """The pairs of one optimizer, in the order of its param_groups.
 
@@ -31,7 +36,7 @@ class MasterWeights:
 
     # Whether some master in this process has ever belonged to two optimizers; such a one has `_amp_is_shared`.
     any_is_shared = False
-    _alive: ClassVar[weakref.WeakSet[MasterWeights]] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[MasterWeights]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.model_params: list[nn.Parameter] = []
@@ -40,13 +45,13 @@ class MasterWeights:
         self._master_index: dict[int, int] = {}
         # The versions (int64) of each pair, master's and model parameter's, when it was equal last.
         self._seen = bytearray()
-        MasterWeights._alive.add(self)
+        MasterWeights.alive.add(self)
 
     def add(self, parameter: nn.Parameter, fp32_value: torch.Tensor | None = None) -> nn.Parameter:
         """Makes and returns the master of `parameter`; it takes over the storage of `fp32_value` where given."""
         master = master_of(parameter)
         if master is not None:
-            for other in MasterWeights._alive:
+            for other in MasterWeights.alive:
                 other.sync([parameter])
             master._amp_is_shared = MasterWeights.any_is_shared = True
         else:
@@ -113,12 +118,17 @@ class MasterWeights:
 
     def model_params_of(self, masters: list[torch.Tensor]) -> list[nn.Parameter | None]:
         """The low-precision side of each one's pair; None for a tensor that is no master."""
+        if self._are_all(masters):
+            return self.model_params
         positions = map(self._master_index.get, map(id, masters))
         return [None if position is None else self.model_params[position] for position in positions]
 
     def note_written(self, masters: list[torch.Tensor]) -> None:
         """Takes the pairs of `masters` for equal: an optimizer's kernel has just written both sides."""
-        self._note_equal([self._master_index[id(master)] for master in masters])
+        self._note_equal(None if self._are_all(masters) else [self._master_index[id(master)] for master in masters])
+
+    def _are_all(self, masters: list[torch.Tensor]) -> bool:
+        return len(masters) == len(self.masters) and all(map(is_, masters, self.masters))
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""
@@ -150,7 +160,7 @@ class MasterWeights:
         if not MasterWeights.any_is_shared:
             return
         masters, _ = self._pairs(positions)
-        for other in MasterWeights._alive:
+        for other in MasterWeights.alive:
             index = other._master_index
             note_equal(other.masters, other.model_params, other._seen,
                        [index[id(master)] for master in masters if id(master) in index])

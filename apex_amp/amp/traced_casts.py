@@ -30,16 +30,13 @@ _CAST_TYPES = (*_HALF_TYPES, torch.float32)
 _DYNAMO = "torch._dynamo"
 
 
-_UNSET = "unset"  # a value that Dynamo can trace and that is no cast type
-
-
 class _Scopes:
-    """The innermost scope entered inside the code being traced."""
+    """The scopes entered inside the code being traced."""
 
-    cast_type: Any = _UNSET
-    held: bool = False
-    device: str | None = None  # the only device type that it casts; None: those of the process
-    autocasts: int = 0  # how many torch.autocast regions of the traced code are around it
+    # (cast type, device or None: those of the process, `_autocasts(device)` at its entry), outermost first. One for all
+    # devices hides those around it.
+    chain: tuple[tuple[torch.dtype | None, str | None, int], ...] = ()
+    held: bool | None = None  # by the innermost; None: as outside
 
 
 _scopes = _Scopes()
@@ -53,21 +50,21 @@ def _autocasts(device: str | None) -> int:
 _autocasts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo asks while it traces
 
 
-def _traced_cast_type() -> torch.dtype | None:
-    if _autocasts(_scopes.device) > _scopes.autocasts:
-        return None
-    return cast_state.state.cast_type if _scopes.cast_type == _UNSET else _scopes.cast_type
+def _cast_type_on(device: str) -> torch.dtype | None:
+    """`cast_state.cast_type_on` in the code being traced."""
+    cast_type, devices, around = cast_state.state.cast_type, cast_state.state.devices, 0
+    for scope_cast_type, scope_device, autocasts in reversed(_scopes.chain):
+        if scope_device == device:
+            return None if _autocasts(device) > autocasts else scope_cast_type
+        if scope_device is None:
+            cast_type, devices, around = scope_cast_type, cast_state.devices, autocasts
+            break
+    is_cast = (devices is None or device in devices) and _autocasts(None) <= around
+    return cast_type if is_cast else None
 
 
 def _traced_held() -> bool:
-    return cast_state.state.held if _scopes.cast_type == _UNSET else _scopes.held
-
-
-def _is_cast_device(device: str) -> bool:
-    if _scopes.device is not None:
-        return device == _scopes.device
-    devices = cast_state.state.devices if _scopes.cast_type == _UNSET else cast_state.devices
-    return devices is None or device in devices
+    return cast_state.state.held if _scopes.held is None else _scopes.held
 
 
 # ------------------------------------------------------------------------------------------------
@@ -83,13 +80,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return found
 
 
-def _is_cast(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in _CAST_TYPES and _is_cast_device(tensor.device.type)
+def _cast_type_of(tensor: torch.Tensor) -> torch.dtype | None:
+    return _cast_type_on(tensor.device.type) if tensor.dtype in _CAST_TYPES else None
 
 
 def _to(value: Any, target: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(target) if _is_cast(value) and value.dtype != target else value
+        return value.to(target) if value.dtype != target and _cast_type_of(value) is not None else value
     if type(value) is list:
         return [_to(item, target) for item in value]
     if type(value) is tuple:
@@ -114,21 +111,21 @@ def make_twin(function: Any) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
 
     def twin(*args: Any, **kwargs: Any) -> Any:
-        cast_type = _traced_cast_type()
-        if cast_type is None or policy == "untracked_write":
+        if policy == "untracked_write":
             return original(*args, **kwargs)
         if policy in ("fp32", "fp32_by_dtype") and kwargs.get("dtype") is not None:
             return original(*args, **kwargs)
         out = kwargs.pop("out", None)
         values = [*args, *kwargs.values()]
         tensors = _tensors(values)
-        dtypes = {tensor.dtype for tensor in tensors if _is_cast(tensor)}
+        cast = [tensor for tensor in tensors if _cast_type_of(tensor) is not None]
+        dtypes = {tensor.dtype for tensor in cast}
         target: torch.dtype | None = torch.float32
         kept = 0
         if not dtypes or any(tensor.dtype == torch.float64 and tensor.dim() > 0 for tensor in tensors):
             target = None
         elif policy == "low_precision":
-            target = fixed or cast_type
+            target = fixed or _cast_type_of(cast[0])
             if any(tensor.is_sparse for tensor in tensors):
                 target = torch.float32
             if out is not None:
@@ -140,7 +137,7 @@ def make_twin(function: Any) -> Callable[..., Any]:
                 target = None
         elif policy in ("match_self", "fill_in_place"):
             kept = 1
-            target = args[0].dtype if _is_cast(args[0]) else None
+            target = args[0].dtype if _cast_type_of(args[0]) is not None else None
             if policy == "fill_in_place" and target in _HALF_TYPES:
                 limit = torch.finfo(target).max
                 args = tuple([_saturate(value, limit) for value in args])
@@ -163,26 +160,25 @@ def make_twin(function: Any) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------------
 # Scopes
 
-_entered = threading.local()  # its `scope`: what a running graph has entered
+_entered = threading.local()  # its `scopes`: what a running graph has entered
 
 
-def _swap_scope(cast_type: Any, device: str | None) -> None:
-    """A node of the graph: changes the scope around the tensor methods that follow it.
+def _swap_scopes(chain: Any) -> None:
+    """A node of the graph: changes the scopes around the tensor methods that follow it.
 
-    While tracing, the scope belongs to the trace: an attempt that Dynamo gives up leaves nothing behind.
+    While tracing, they belong to the trace: an attempt that Dynamo gives up leaves nothing behind.
     """
     tracing = torch._guards.TracingContext.try_get()
     if tracing is not None:
-        tracing._apex_amp_scope = (cast_type, device, _autocasts(device))  # type: ignore[attr-defined]
+        tracing._apex_amp_scopes = chain  # type: ignore[attr-defined]
         return
-    scope = getattr(_entered, "scope", None)
-    if scope is not None:
+    for scope in reversed(getattr(_entered, "scopes", [])):
         scope.__exit__()
-    _entered.scope = None
-    if cast_type != _UNSET:
+    _entered.scopes = []
+    for cast_type, device, _ in chain:
         scope = _C.cast_scope(cast_type) if device is None else _C.region_scope(cast_type, device, True)
         scope.__enter__()
-        _entered.scope = scope
+        _entered.scopes.append(scope)
 
 
 class _TracedScope:
@@ -194,24 +190,28 @@ class _TracedScope:
         self.device = device
 
     def __enter__(self) -> None:
-        self.outer = (_scopes.cast_type, _scopes.held, _scopes.device, _scopes.autocasts)
+        self.outer = (_scopes.chain, _scopes.held)
         held = self.cast_type is None and not self.forward
+        entry = (self.cast_type, self.device, _autocasts(self.device))
+        self.changes = True
         if self.forward and _traced_held():
             self.changes = False
-        elif self.device is not None and self.cast_type is None:
-            self.changes = _traced_cast_type() is not None and _is_cast_device(self.device)
+        elif self.device is not None:
+            self.changes = self.cast_type is not None or _cast_type_on(self.device) is not None
+            chain = (*_scopes.chain, entry)
         else:
-            self.changes = (self.cast_type is not _traced_cast_type() or held is not _traced_held()
-                            or self.device is not None or _scopes.device is not None)
+            chain = (entry,)
+            if not _scopes.chain:
+                outer = None if _autocasts(None) else cast_state.state.cast_type
+                self.changes = self.cast_type is not outer or held is not _traced_held()
         if self.changes:
-            _scopes.cast_type, _scopes.held, _scopes.device = self.cast_type, held, self.device
-            _scopes.autocasts = _autocasts(self.device)
-            _swap_scope(self.cast_type, self.device)
+            _scopes.chain, _scopes.held = chain, held
+            _swap_scopes(chain)
 
     def __exit__(self, *exception: Any) -> None:
         if self.changes:
-            _scopes.cast_type, _scopes.held, _scopes.device, _scopes.autocasts = self.outer
-            _swap_scope(_scopes.cast_type, _scopes.device)
+            _scopes.chain, _scopes.held = self.outer
+            _swap_scopes(_scopes.chain)
 
 
 def _traced_scope(cast_type: torch.dtype | None, forward: bool = False) -> _TracedScope:
@@ -247,15 +247,15 @@ def _teach_dynamo() -> None:
         SourcelessBuilder._type_handlers[cast_function] = build_without_source  # type: ignore[attr-defined]
     torch._dynamo.substitute_in_graph(_C.cast_scope, skip_signature_check=True)(_traced_scope)
     torch._dynamo.substitute_in_graph(_C.region_scope, skip_signature_check=True)(_traced_region)
-    torch._dynamo.allow_in_graph(_swap_scope)
-    torch.fx.node.has_side_effect(_swap_scope)
+    torch._dynamo.allow_in_graph(_swap_scopes)
+    torch.fx.node.has_side_effect(_swap_scopes)
 
 
-def _guard_cast_type() -> Any:
-    """Called by a CastFunction that runs on fake tensors."""
+def _guard_cast_type() -> tuple[tuple[torch.dtype | None, str | None], ...]:
+    """Called by a CastFunction that runs on fake tensors; the scopes around it in the code being traced."""
     tracing = torch._guards.TracingContext.try_get()
     if tracing is None:
-        return NotImplemented
+        return ()
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, ImportSource
 
@@ -265,11 +265,13 @@ def _guard_cast_type() -> Any:
         for attribute in attributes:
             source = AttrSource(source, attribute)
         install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
-    cast_type, device, autocasts = getattr(tracing, "_apex_amp_scope", (_UNSET, None, 0))
+    chain = getattr(tracing, "_apex_amp_scopes", ())
     # The graph names the method, not its casts: keep compile caches from taking one for the other.
     state = cast_state.state
     torch.compiler.config.cache_key_tag = f"{_cache_key_tag}apex_amp {state.cast_type} {state.devices} {_lists_digest}"
-    return NotImplemented if cast_type == _UNSET or _autocasts(device) > autocasts else (cast_type, device)
+    if any(_autocasts(device) > autocasts for _, device, autocasts in chain):
+        return ()  # a torch.autocast region further in decides
+    return tuple((cast_type, device) for cast_type, device, _ in chain)
 
 
 class _AfterDynamoImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
