@@ -388,12 +388,14 @@ def test_zero_grad_clears_what_the_model_and_the_masters_show(level: str, set_to
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_unused_parameter_moves_on_by_momentum_where_its_gradient_is_zeroed(level: str, set_to_none: bool) -> None:
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_an_unused_parameter_moves_on_by_momentum_where_its_gradient_is_zeroed(level: str, set_to_none: bool,
+                                                                               by: str) -> None:
     def run(level: str | None) -> torch.Tensor:
         model = Dot()
         model, optimizer = initialize(level, model, sgd(model, momentum=0.5, weight_decay=0.25))
         for used in (True, False, True, False):
-            optimizer.zero_grad(set_to_none)
+            (optimizer if by == "optimizer" else model).zero_grad(set_to_none)
             model.weights[0].requires_grad_(used)
             backward(level, model(torch.ones(4)), optimizer)
             optimizer.step()

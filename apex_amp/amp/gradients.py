@@ -226,11 +226,10 @@ class Gradients:
             set_grads(self.masters.model_params)
         else:
             with torch.no_grad():
-                for parameter, master in zip(self.masters.model_params, self.masters.masters):
+                for parameter in self.masters.model_params:
                     if parameter.grad is not None:
                         parameter.grad.zero_()
-                        if master.grad is None and parameter.grad.dtype == master.dtype:
-                            master.grad = parameter.grad  # dropped after a step: zeros are a gradient to step by
+            self.masters.take_zeroed_grads(self.masters.model_params)
 
     def materialize_masters(self) -> None:
         """Gives the masters the gradients that the last block only checked."""

@@ -69,12 +69,6 @@ class MasterWeights:
         parameter.grad_dtype = None
         self._seen += struct.pack("qq", master._version, parameter._version)
 
-    @classmethod
-    def paired(cls, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `tensors` that are one side of a pair in this process."""
-        known = [index for masters in cls._alive for index in (masters._index, masters._master_index)]
-        return [tensor for tensor in tensors if any(id(tensor) in index for index in known)]
-
     def unshared(self) -> list[nn.Parameter]:
         """The masters that no other optimizer has."""
         if not MasterWeights.any_is_shared:
@@ -129,6 +123,13 @@ class MasterWeights:
 
     def _are_all(self, masters: list[torch.Tensor]) -> bool:
         return len(masters) == len(self.masters) and all(map(is_, masters, self.masters))
+
+    def take_zeroed_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives masters without gradients, which a step drops, the zeros that zero_grad left in the model to step by."""
+        for position in self._positions(parameters):
+            grad, master = self.model_params[position].grad, self.masters[position]
+            if master.grad is None and grad is not None and grad.dtype == master.dtype:
+                master.grad = grad
 
     def follow(self) -> None:
         """Moves the masters to where the model has been moved."""

@@ -134,6 +134,9 @@ def _namespace(base: type) -> dict[str, Any]:
     @functools.wraps(base.zero_grad)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         base.zero_grad(self, set_to_none)
+        cast = cast_of(self)
+        for masters in cast.masters if cast is not None and not set_to_none else ():
+            masters.take_zeroed_grads(self.parameters())
         for setup in process.alive:
             setup.clear_set_aside(self, set_to_none)
 
