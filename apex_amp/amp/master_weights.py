@@ -125,7 +125,7 @@ class MasterWeights:
         return len(masters) == len(self.masters) and all(map(is_, masters, self.masters))
 
     def take_zeroed_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives masters without gradients, which a step drops, the zeros that zero_grad left in the model to step by."""
+        """Gives masters without gradients, which a step drops, the zeros that zero_grad left in the model."""
         for position in self._positions(parameters):
             grad, master = self.model_params[position].grad, self.masters[position]
             if master.grad is None and grad is not None and grad.dtype == master.dtype:
