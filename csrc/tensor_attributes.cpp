@@ -3,6 +3,8 @@
 #include "bindings.h"
 #include "tensor_lists.h"
 
+#include <string.h>
+
 namespace apex_amp {
 namespace {
 
@@ -136,8 +138,8 @@ bool is_free(PyObject* spare, const at::Tensor& tensor, at::ScalarType dtype) {
          free.is_inference() == tensor.is_inference();
 }
 
-// at::empty_like(tensor, dtype). Small ones on a CPU, where all that uses memory holds its tensor, stay in `spares` at i
-// for calls to come.
+// at::empty_like(tensor, dtype). Small ones on a CPU, where all that uses memory holds its tensor, stay in `spares`
+// at i for calls to come.
 py::object empty_like(const at::Tensor& tensor, at::ScalarType dtype, py::list& spares, size_t i) {
   while (spares.size() <= i) spares.append(py::none());
   if (is_free(PyList_GET_ITEM(spares.ptr(), i), tensor, dtype)) return spares[i];
@@ -147,9 +149,9 @@ py::object empty_like(const at::Tensor& tensor, at::ScalarType dtype, py::list& 
   return made;
 }
 
-// What is to be done with gradients, by position: to be scaled, for nothing was there earlier; to be added to what was;
-// of these two kinds, but not for the multi-tensor ops; and only there earlier. Goes with the first kind: tensors of the
-// holders' dtypes to scale them into, the gradient itself where that is its own. None stands for no gradient.
+// What is to be done with gradients, by position: to be scaled, for nothing was there earlier; to be added to what
+// was; of these two kinds, but not for the multi-tensor ops; and only there earlier. With the first kind go tensors of
+// the holders' dtypes to scale them into, the gradient itself where that is its own. None stands for no gradient.
 py::tuple sort_grads(const py::list& grad_list, const py::list& earlier_list, const py::list& holder_list,
                      py::list spares) {
   const Tensors grads("sort_grads", grad_list, /*optional=*/true), earlier("sort_grads", earlier_list, true);
@@ -210,7 +212,7 @@ std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(
     const py::list& firsts, const py::list& seconds, const py::object& seen,
     const std::optional<std::vector<size_t>>& positions) {
   std::vector<size_t> by_first, by_second;
-  for_each_pair("written_pairs", firsts, seconds, seen, positions, [&](size_t i, const Versions& now, const char* bytes) {
+  const auto compare = [&](size_t i, const Versions& now, const char* bytes) {
     Versions last;
     memcpy(&last, bytes, sizeof(last));
     if (now[0] != last[0]) {
@@ -218,7 +220,8 @@ std::pair<std::vector<size_t>, std::vector<size_t>> written_pairs(
     } else if (now[1] != last[1]) {
       by_second.push_back(i);
     }
-  });
+  };
+  for_each_pair("written_pairs", firsts, seconds, seen, positions, compare);
   return {by_first, by_second};
 }
 
