@@ -441,6 +441,7 @@ enum Policy : uint8_t {
   kFp32ByDtype,      // as kFp32, by the function's own `dtype` argument where that does it
   kPromote,          // to float where the arguments differ, or hold a number that half types cannot
   kPromoteByKernel,  // as kPromote, but kernels read mixed types as they are
+  kPromoteRest,      // where the arguments differ, all but the first to float: kernels read that one as it is
   kMatchSelf,        // in-place methods: the other arguments to the type of the first
   kFp32InPlace,      // refuse a half first argument, else as kFp32
   kBanned,           // refuse any half argument
@@ -448,8 +449,8 @@ enum Policy : uint8_t {
   kUntrackedWrite,   // exposes the memory of the first argument: forget its casts
 };
 
-constexpr std::array<const char*, 10> kPolicyNames = {
-    "low_precision", "fp32",          "fp32_by_dtype", "promote",       "promote_by_kernel",
+constexpr std::array<const char*, 11> kPolicyNames = {
+    "low_precision", "fp32",          "fp32_by_dtype", "promote",       "promote_by_kernel", "promote_rest",
     "match_self",    "fp32_in_place", "banned",        "fill_in_place", "untracked_write"};
 
 struct CastFunction {
@@ -645,6 +646,12 @@ PyObject* call_cast(const CastFunction* self, PyObject* const* args, size_t narg
       if (differ && self->policy == kPromoteByKernel) differ = arguments.any_zero_dim();
       const bool fits = !(present & kLowKinds) || !any_exceeds(arguments, present);
       if (!differ && fits) return call_original(self, args, nargsf, kwnames);
+      break;
+    }
+    case kPromoteRest: {
+      const unsigned present = kinds & kCastKinds;
+      if (!(present & (present - 1))) return call_original(self, args, nargsf, kwnames);
+      first = 1;
       break;
     }
     case kFillInPlace: {

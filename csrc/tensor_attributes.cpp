@@ -1,5 +1,5 @@
-// Attributes of many tensors at once, as functions of apex_amp._C: a Python loop that only reads `.grad` of every
-// parameter costs as much as the kernel that unscales them all.
+// Attributes of tensors, mostly of many at once, as functions of apex_amp._C: a Python loop that only reads `.grad` of
+// every parameter costs as much as the kernel that unscales them all.
 #include "bindings.h"
 #include "tensor_lists.h"
 
@@ -232,6 +232,16 @@ void note_equal(const py::list& firsts, const py::list& seconds, const py::objec
                 [](size_t, const Versions& now, char* bytes) { memcpy(bytes, &now, sizeof(now)); });
 }
 
+// The number that a CPU tensor of one float32 element holds: a load, where Tensor.item() is a dispatched operator.
+float host_value(py::handle object) {
+  Call call{"host_value"};
+  const at::Tensor& tensor = call.vector(object, "tensor", at::kFloat, 1);
+  if (is_indirect(tensor) || !tensor.is_cpu()) {
+    call.fail<py::value_error>("tensor", "memory of its own on the CPU", text(tensor.device()));
+  }
+  return *tensor.const_data_ptr<float>();
+}
+
 }  // namespace
 
 void bind_tensor_attributes(py::module_& m) {
@@ -246,6 +256,7 @@ void bind_tensor_attributes(py::module_& m) {
   m.def("same_objects", &same_objects);
   m.def("written_pairs", &written_pairs);
   m.def("note_equal", &note_equal);
+  m.def("host_value", &host_value);
 }
 
 }  // namespace apex_amp

@@ -336,6 +336,20 @@ def test_out_decides_and_is_not_cast() -> None:
     assert torch.exp(half, out=out) is out and torch.isfinite(out).all()
 
 
+@pytest.mark.parametrize("function", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("input_type", [HALF, FLOAT])
+@pytest.mark.parametrize("weight_type", [HALF, FLOAT])
+def test_normalization_by_predicted_weights(function: Callable[..., torch.Tensor], input_type: torch.dtype,
+                                            weight_type: torch.dtype) -> None:
+    """AdaIN: half weights and biases that a network predicted, beside FP32 statistics."""
+    x, weight, bias = torch.randn(4, 3, 5).to(input_type), torch.rand(3).to(weight_type), torch.rand(3).to(weight_type)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    normalized = function(x, mean, variance, weight, bias, True)
+    assert normalized.dtype == input_type
+    expected = reference(lambda *inputs: function(*inputs, True), x, torch.zeros(3), torch.ones(3), weight, bias)
+    torch.testing.assert_close(normalized.float(), expected, rtol=4e-3, atol=4e-3)
+
+
 def test_spectral_functions_run_in_float() -> None:
     half = torch.randn(2, 32).half()
     window = torch.hann_window(8)

@@ -1,11 +1,13 @@
 """The fused optimizers under amp: one pass that writes the model too, half gradients, skips on the device."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_amp import amp, optimizers
 from apex_amp.amp import master_weights
@@ -198,6 +200,28 @@ def test_an_overflow_known_on_the_device_only(name: str, given: dict, materializ
         run[1].zero_grad()
     assert reads == []
     assert_alike(name, run, expected)
+
+
+@pytest.mark.parametrize("make_optimizer", [
+    lambda params: optimizers.FusedAdam(params, lr=0.01),
+    lambda params: optimizers.FusedAdam(params, lr=0.01, materialize_master_grads=False),
+    lambda params: torch.optim.AdamW(params, lr=0.01, fused=True)], ids=["FusedAdam", "half gradients", "torch's"])
+def test_scale_and_flag_are_not_read_through_torch(make_optimizer: Callable[..., Any]) -> None:
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Reads.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **kwargs or {})
+
+    model = nn.Linear(6, 3)
+    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
+    loss = model(torch.ones(2, 6)).float().square().mean()
+    with Reads():
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert Reads.count == 0 and not amp.last_step_skipped(optimizer)
 
 
 def test_a_closure_with_half_gradients() -> None:

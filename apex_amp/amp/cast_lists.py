@@ -66,7 +66,7 @@ FP32_BY_DTYPE = ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"]
 
 # torch.nn.functional's versions of these only call another function of the same name, which is patched:
 # patching both would cost every call twice.
-FORWARDING = ["softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm"]
+FORWARDING = ["softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm"]
 
 # Functions of several tensors: to the widest type among them, and to FP32 where a number among the
 # arguments is more than half types can hold. The kernels of these read mixed types without a copy, and write
@@ -89,6 +89,10 @@ PROMOTE = [
     "masked_fill", "index_fill", "full_like", "new_full", "pad", "threshold", "hardtanh", "clamp_min", "clamp_max",
     "masked_scatter", "select_scatter", "slice_scatter", "diagonal_scatter", "searchsorted", "bucketize",
 ]
+
+# Half inputs with FP32 statistics and weights are what their kernels are made for; half weights, predicted by a
+# network, they refuse beside FP32.
+PROMOTE_REST = ["batch_norm", "instance_norm"]
 
 SEQUENCE_PROMOTE = [
     "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag",

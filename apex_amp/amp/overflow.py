@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._C import host_value
 from .gradients import Flags, Gradients
 from .scaler import LossScaler
 
@@ -47,7 +48,7 @@ class Overflow:
         if self._happened is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._happened = self._seen[0].item() != 0
+            self._happened = _number(self._seen[0]) != 0
             self._report()
             self._flags, self._event, self._seen = [], None, ()
         return self._happened
@@ -72,12 +73,16 @@ class Overflow:
         setup.overflow_report = culprits
         loss_id = setup.loss_scalers.index(scaler)
         change = "reducing loss scale to" if scaler.dynamic else "keeping static loss scale"
-        setup.say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {self._seen[1].item()}")
+        setup.say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {_number(self._seen[1])}")
         setup.say(f"Gradients that are not finite: {_abridged(culprits)}", level=2)
         if scaler.skips_in_a_row == SKIPS_BEFORE_WARNING:
             setup.warn(f"{SKIPS_BEFORE_WARNING} steps in a row were skipped by loss scaler {loss_id}: the loss scale "
                        f"is not the cause. Gradients that are not finite: {_abridged(culprits)}. Look for an inf or "
                        "NaN in the loss, the inputs or the learning rate")
+
+
+def _number(scalar: torch.Tensor) -> float:
+    return host_value(scalar) if scalar.is_cpu else scalar.item()
 
 
 def _abridged(names: list[str], most: int = 20) -> str:

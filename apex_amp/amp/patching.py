@@ -83,6 +83,7 @@ def _policies() -> dict[str, tuple[str, str | None]]:
         policies[name + "_"] = ("fp32_in_place", _in_place_message(name + "_"))
     for policy, listed in (("low_precision", low_precision), ("fp32", cast_lists.FP32), ("promote", promote),
                            ("promote_by_kernel", cast_lists.PROMOTE_BY_KERNEL), ("match_self", cast_lists.MATCH_SELF),
+                           ("promote_rest", cast_lists.PROMOTE_REST),
                            ("fill_in_place", cast_lists.FILL_IN_PLACE),
                            ("untracked_write", cast_lists.UNTRACKED_WRITE)):
         for name in listed:

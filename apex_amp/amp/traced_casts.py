@@ -135,6 +135,9 @@ def make_twin(function: Any) -> Callable[..., Any]:
             differ = len(dtypes) > 1 and (policy == "promote" or any(tensor.dim() == 0 for tensor in tensors))
             if not differ and not (low and _exceeds(values, dtypes)):
                 target = None
+        elif policy == "promote_rest":
+            kept = 1
+            target = torch.float32 if len(dtypes) > 1 else None
         elif policy in ("match_self", "fill_in_place"):
             kept = 1
             target = args[0].dtype if _cast_type_of(args[0]) is not None else None
