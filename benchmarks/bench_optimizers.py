@@ -66,7 +66,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
 
 class ForeachNovoGrad(torch.optim.Optimizer):
-    """NovoGrad alike. Its rates go through the host, because list functions are slower with a tensor for each tensor."""
+    """NovoGrad alike. Rates go through the host: list functions are slower with a tensor for each tensor."""
 
     def __init__(self, params: list[Tensor], lr: float) -> None:
         super().__init__(params, dict(lr=lr))

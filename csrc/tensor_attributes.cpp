@@ -8,7 +8,7 @@
 namespace apex_amp {
 namespace {
 
-// A Python list of tensors, and of None where `optional`, that is read from its start to its end.
+// A Python list of tensors, and of None where `optional`.
 class Tensors {
  public:
   Tensors(const char* function, const py::list& list, bool optional = false)
@@ -21,21 +21,9 @@ class Tensors {
 
   size_t size() const { return size_; }
   bool is_none(size_t i) const { return items_[i] == Py_None; }
-  const at::Tensor& operator[](size_t i) const {
-    prefetch_ahead(i);
-    return THPVariable_Unpack(items_[i]);
-  }
+  const at::Tensor& operator[](size_t i) const { return THPVariable_Unpack(items_[i]); }
 
  private:
-  // With thousands of tensors each one's TensorImpl, gradient and version lie in cache lines of their own, anywhere in
-  // memory: those of the positions to come are asked for, each before what it points to.
-  void prefetch_ahead(size_t i) const {
-    constexpr size_t kImpl = 8, kPointees = 4;
-    if (i + kImpl < size_ && !is_none(i + kImpl)) __builtin_prefetch(impl(i + kImpl));
-    if (i + kPointees < size_ && !is_none(i + kPointees)) __builtin_prefetch(impl(i + kPointees)->autograd_meta());
-  }
-  const c10::TensorImpl* impl(size_t i) const { return THPVariable_Unpack(items_[i]).unsafeGetTensorImpl(); }
-
   size_t size_;
   PyObject* const* items_;
 };

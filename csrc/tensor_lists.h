@@ -232,8 +232,8 @@ class TensorLists {
   }
 
  private:
-  // Positions that are worth another thread: each tensor's object, TensorImpl, storage and version lie in cache lines of
-  // their own, so that a walk over thousands mostly waits for memory.
+  // Positions that are worth another thread: each tensor's object, TensorImpl, storage and version lie in cache lines
+  // of their own, so that a walk over thousands mostly waits for memory.
   static constexpr int64_t kGrainSize = 1024;
   static constexpr int64_t kBlock = 32;
 

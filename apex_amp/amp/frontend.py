@@ -236,8 +236,7 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     missing = [key for key in known if key not in saved]
     if left or missing:
         setup.warn(f"amp.load_state_dict: the checkpoint has {len(saved)} loss scalers and this run {len(known)}; not "
-                   "loaded: "
-                   f"{left or 'none'}; left at their start: {missing or 'none'}")
+                   f"loaded: {left or 'none'}; left at their start: {missing or 'none'}")
 
 
 def _check_saved_scalers(state_dict: Any) -> dict[str, dict[str, float | int]]:

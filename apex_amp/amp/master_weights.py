@@ -226,9 +226,8 @@ class FP32StateDict:
         """Loads a checkpoint's FP32 values into the masters, exactly; torch then loads the parameters themselves."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
-                "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made, and "
-                "leave "
-                "their FP32 masters behind: call it without assign, or before amp.initialize.")
+                "load_state_dict(assign=True) would replace the low-precision parameters that amp.initialize made, "
+                "and leave their FP32 masters behind: call it without assign, or before amp.initialize.")
         for name, tensor in _own_tensors(module):
             value = state_dict.get(prefix + name)
             master = None if tensor is None else master_of(tensor)

@@ -187,8 +187,7 @@ def _scripted_modules(model: nn.Module) -> list[torch.jit.ScriptModule]:
 def _check_not_sharded(model: nn.Module, cast: ModelCast) -> None:
     if any("_is_fsdp_managed_module" in module.__dict__ for module in model.modules()):
         raise RuntimeError("fully_shard replaced the low-precision parameters that amp.initialize made, so their FP32 "
-                           "masters can't be "
-                           "trained: use opt_level='O1' or 'O4' with fully_shard.")
+                           "masters can't be trained: use opt_level='O1' or 'O4' with fully_shard.")
     cast.is_checked = True
 
 
@@ -234,8 +233,8 @@ def _warn_of_half_averages(setup: Any, cast: ModelCast) -> None:
     while cast.casts_weights and frame is not None:
         if frame.f_code is AveragedModel.__init__.__code__:
             setup.warn(f"AveragedModel averages the {cast.input_type} parameters of this model, which can't follow "
-                       "small updates. Keep "
-                       "an average of model.state_dict() instead, whose values are the FP32 masters")
+                       "small updates. Keep an average of model.state_dict() instead, whose values are the FP32 "
+                       "masters")
         frame = frame.f_back
 
 
@@ -395,12 +394,12 @@ def _cast_by_its_own_to(value: Any, dtype: torch.dtype) -> Any:
             cast = _copy_with_containers(value).to(dtype)
     except Exception as error:
         raise TypeError(f"{type(value).__name__}.to({dtype}) failed ({error}): a batch class given to an amp model "
-                        "must take a dtype in its "
-                        "`to` method (or be a tuple, list, dict or dataclass, which need no method)") from error
+                        "must take a dtype in its `to` method (or be a tuple, list, dict or dataclass, which need no "
+                        "method)") from error
     if cast is None:
         raise TypeError(f"{type(value).__name__}.to({dtype}) returned None: a batch class given to an amp model must "
-                        "return the cast "
-                        "batch from its `to` method (or be a tuple, list, dict or dataclass, which need no method)")
+                        "return the cast batch from its `to` method (or be a tuple, list, dict or dataclass, which "
+                        "need no method)")
     return cast
 
 

@@ -84,8 +84,9 @@ class FusedAdam(FusedOptimizer):
         for batch in self._with_own_masters(batches) if self.master_weights else batches:
             group = batch.group
             multi_tensor_adam(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
-                              batch.model_params, found_inf, batch.inv_scale, group["lr"], *group["betas"], group["eps"],
-                              group["weight_decay"], bool(self.adam_w_mode), bool(group["bias_correction"]))
+                              batch.model_params, found_inf, batch.inv_scale, group["lr"], *group["betas"],
+                              group["eps"], group["weight_decay"], bool(self.adam_w_mode),
+                              bool(group["bias_correction"]))
 
     def _with_own_masters(self, batches: list[Batch]) -> list[Batch]:
         """The batches, with half parameters replaced by the masters in their state and written as copies."""

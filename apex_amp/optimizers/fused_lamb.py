@@ -61,9 +61,10 @@ class FusedLAMB(FusedOptimizer):
             group = batch.group
             norm = 0.0 if grad_norm is None else _scaled_alike(grad_norm, batch)
             multi_tensor_lamb(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
-                              batch.model_params, found_inf, batch.inv_scale, group["lr"], norm, *group["betas"], group["eps"],
-                              group["weight_decay"], bool(self.adam_w_mode), bool(group["bias_correction"]),
-                              bool(group["grad_averaging"]), max_grad_norm, bool(self.use_nvlamb))
+                              batch.model_params, found_inf, batch.inv_scale, group["lr"], norm, *group["betas"],
+                              group["eps"], group["weight_decay"], bool(self.adam_w_mode),
+                              bool(group["bias_correction"]), bool(group["grad_averaging"]), max_grad_norm,
+                              bool(self.use_nvlamb))
 
     def _grad_norm(self, batches: list[Batch]) -> Tensor:
         """The norm of the unscaled gradients of all groups."""

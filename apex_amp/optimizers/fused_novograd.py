@@ -83,9 +83,10 @@ class FusedNovoGrad(FusedOptimizer):
             norms = multi_tensor_l2norm(batch.grads, per_tensor=True)[1] if l2_norm \
                 else _largest_magnitudes(batch.grads)
             multi_tensor_novograd(batch.grads, batch.params, *batch.state("exp_avg", "exp_avg_sq", "step"),
-                                  batch.model_params, found_inf, batch.inv_scale, group["lr"], norms, *group["betas"], group["eps"],
-                                  group["weight_decay"], bool(group["bias_correction"]), bool(group["grad_averaging"]),
-                                  self.moment_mode == 0, l2_norm, bool(group["init_zero"]))
+                                  batch.model_params, found_inf, batch.inv_scale, group["lr"], norms, *group["betas"],
+                                  group["eps"], group["weight_decay"], bool(group["bias_correction"]),
+                                  bool(group["grad_averaging"]), self.moment_mode == 0, l2_norm,
+                                  bool(group["init_zero"]))
 
 
 def _largest_magnitudes(grads: list[Tensor]) -> Tensor:
