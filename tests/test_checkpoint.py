@@ -42,7 +42,8 @@ class Net(nn.Module):
         return self.fc(torch.relu(self.bn(self.conv(x))).mean((2, 3)) * self.gain)
 
 
-def build(level: str | None, optimizer: str = "sgd", seed: int = 3, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(level: str | None, optimizer: str = "sgd", seed: int = 3,
+          **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer; level None is plain torch."""
     torch.manual_seed(seed)
     model = Net()
@@ -52,7 +53,8 @@ def build(level: str | None, optimizer: str = "sgd", seed: int = 3, **keywords: 
     return amp.initialize(model, made, opt_level=level, verbosity=0, **keywords)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, iterations: range, plant_overflow: bool = False) -> list[float]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, iterations: range,
+          plant_overflow: bool = False) -> list[float]:
     losses = []
     for iteration in iterations:
         generator = torch.Generator().manual_seed(iteration)
@@ -114,8 +116,8 @@ def resume_from(directory: str) -> None:
 
 
 def run_python(code: str, directory: Path, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=directory, env={**os.environ, **environment}, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=directory, env={**os.environ, **environment},
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -189,7 +191,8 @@ def test_the_originals_checkpoint_files_load(level):
     model, optimizer = build(level)
     for dtype in (torch.float16, torch.float32):
         torch.manual_seed(8)
-        weights = {name: value.half().to(dtype) if value.is_floating_point() else value for name, value in Net().state_dict().items()}
+        weights = {name: value.half().to(dtype) if value.is_floating_point() else value
+                   for name, value in Net().state_dict().items()}
         model.load_state_dict(weights)
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 17}})
         for name, value in model.state_dict().items():
@@ -292,8 +295,9 @@ def test_load_state_dict_strict_partial_and_through_submodules(level):
     model.conv.load_state_dict({"weight": source["conv.weight"], "bias": source["conv.bias"]})
     nn.ModuleDict({"module": model}).load_state_dict({f"module.{name}": value for name, value in source.items()})
     assert_same(dict(model.state_dict()), source)
-    assert_same([parameter.detach().float() for parameter in model.parameters()], [source[n] for n, _ in model.named_parameters()])
-    assert_same([master.detach().float() for master in amp.master_params(optimizer)], [source[n] for n, _ in model.named_parameters()])
+    expected = [source[name] for name, _ in model.named_parameters()]
+    assert_same([parameter.detach().float() for parameter in model.parameters()], expected)
+    assert_same([master.detach().float() for master in amp.master_params(optimizer)], expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -315,9 +319,11 @@ def test_frozen_parameters_of_no_optimizer_are_saved_as_float():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
     original = copy.deepcopy(model.state_dict())
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     state = model.state_dict()
-    assert torch.equal(state["0.weight"], original["0.weight"].half().float()) and torch.equal(state["1.weight"], original["1.weight"])
+    assert torch.equal(state["0.weight"], original["0.weight"].half().float())
+    assert torch.equal(state["1.weight"], original["1.weight"])
 
 
 # --- copies and whole-model pickles -----------------------------------------------------------------------------------
@@ -437,7 +443,8 @@ def test_a_saved_O2_model_loads_in_a_fresh_process(tmp_path):
         from user_module import Model
         torch.manual_seed(0)
         model = Model(3, 2)
-        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
         torch.save(model, tmp_path / "model.pt")
     finally:
         sys.path.remove(str(tmp_path))

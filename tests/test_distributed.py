@@ -100,7 +100,8 @@ def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tenso
     return (x, y) if rank is None else (x.chunk(RANKS)[rank], y.chunk(RANKS)[rank])
 
 
-def backward(model: nn.Module, optimizer: torch.optim.Optimizer, data: tuple[torch.Tensor, torch.Tensor], factor: float = 1.0) -> None:
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, data: tuple[torch.Tensor, torch.Tensor],
+             factor: float = 1.0) -> None:
     loss = (model(data[0]).float() - data[1]).square().mean() * factor
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -210,7 +211,10 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks):
 
 
 def first_rank_work(rank: int) -> None:
-    """Rank 1 starts from other weights, and only rank 0 loads the checkpoint: DDP makes both rank 0's, masters included."""
+    """Rank 1 starts from other weights, and only rank 0 loads the checkpoint.
+
+    DDP makes both rank 0's, masters included.
+    """
     for level in LEVELS:
         source, optimizer = build(level)
         backward(source, optimizer, batch(0))

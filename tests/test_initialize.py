@@ -45,8 +45,10 @@ def snapshot(*objects: Any) -> list:
     taken = []
     for item in objects:
         tensors = item.state_dict() if isinstance(item, nn.Module) else {}
-        taken.append((type(item), sorted(vars(item)), {name: (value.dtype, value.clone()) for name, value in tensors.items()}))
-    return [*taken, torch.mm, torch.nn.functional.softmax, nn.parallel.DistributedDataParallel.__init__, current_cast_type()]
+        copies = {name: (value.dtype, value.clone()) for name, value in tensors.items()}
+        taken.append((type(item), sorted(vars(item)), copies))
+    return [*taken, torch.mm, torch.nn.functional.softmax, nn.parallel.DistributedDataParallel.__init__,
+            current_cast_type()]
 
 
 def assert_untouched(before: list, *objects: Any) -> None:
@@ -64,7 +66,8 @@ def assert_untouched(before: list, *objects: Any) -> None:
 def test_the_table_of_levels(level):
     model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
     weights, batchnorm, output, masters, scale = TABLE[level]
-    assert model[0].weight.dtype is weights and model[1].weight.dtype is batchnorm and model[1].running_mean.dtype is batchnorm
+    assert model[0].weight.dtype is weights
+    assert model[1].weight.dtype is batchnorm and model[1].running_mean.dtype is batchnorm
     assert model(torch.randn(3, 4)).dtype is output and amp.loss_scale() == scale
     params = list(amp.master_params(optimizer))
     own = [any(param is parameter for parameter in model.parameters()) for param in params]
@@ -127,7 +130,8 @@ def test_loss_scale(level, given, scale):
 
 
 @pytest.mark.parametrize("keywords, start", [
-    ({"max_loss_scale": 1024.0}, 1024.0), ({"min_loss_scale": 128.0}, 2.0 ** 16), ({"max_loss_scale": 2.0 ** 20}, 2.0 ** 16),
+    ({"max_loss_scale": 1024.0}, 1024.0), ({"min_loss_scale": 128.0}, 2.0 ** 16),
+    ({"max_loss_scale": 2.0 ** 20}, 2.0 ** 16),
 ])
 def test_limits_of_a_dynamic_scale(keywords, start):
     amp.initialize(*make(), opt_level="O1", verbosity=0, **keywords)
@@ -145,7 +149,8 @@ def test_num_losses(integer):
 
 
 @pytest.mark.parametrize("level, keywords, weights, masters", [
-    ("O0", {"cast_model_type": half}, half, False), ("O0", {"cast_model_type": bfloat16, "master_weights": True}, bfloat16, True),
+    ("O0", {"cast_model_type": half}, half, False),
+    ("O0", {"cast_model_type": bfloat16, "master_weights": True}, bfloat16, True),
     ("O2", {"cast_model_type": bfloat16}, bfloat16, True), ("O2", {"master_weights": False}, half, False),
     ("O3", {"master_weights": True}, half, True), ("O3", {"cast_model_type": float32}, float32, False),
     ("O5", {"cast_model_type": half}, half, True), ("O2", {"cast_model_type": False}, float32, False),
@@ -201,7 +206,8 @@ REFUSED = [
                                                                             "makes no sense"),
     ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, ValueError, "'True' or 'False', or None, got 'yes'"),
     ({"loss_scale": "static"}, ValueError, "loss_scale must be 'dynamic' or a number, got 'static'"),
-    ({"loss_scale": 0.0}, ValueError, "positive and finite, got 0.0"), ({"loss_scale": float("nan")}, ValueError, "finite, got nan"),
+    ({"loss_scale": 0.0}, ValueError, "positive and finite, got 0.0"),
+    ({"loss_scale": float("nan")}, ValueError, "finite, got nan"),
     ({"num_losses": 0}, ValueError, "num_losses must be an integer of at least 1, got 0"),
     ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min_loss_scale <= max_loss_scale, got 8.0 and 4.0"),
     ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating torch.dtype or None, got "
@@ -291,7 +297,8 @@ def test_initialize_again_at_any_level_is_as_if_it_were_the_first(first, second)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), weights.values())) or second == "O3"
     losses = [(step(model, optimizer, seed), step(fresh, fresh_optimizer, seed)) for seed in range(2, 5)]
     assert losses == [(loss, loss) for loss, _ in losses] or first == "O3"
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values())) or first == "O3"
+    pairs = zip(model.state_dict().values(), fresh.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in pairs) or first == "O3"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -362,9 +369,11 @@ def test_shutdown_and_again(level):
         step(model, optimizer)
         amp.shutdown()
         assert type(model) is nn.Sequential and type(optimizer) is torch.optim.SGD
-        assert all(parameter.dtype is float32 for parameter in model.parameters()) and model(torch.randn(3, 4)).dtype is float32
+        assert all(parameter.dtype is float32 for parameter in model.parameters())
+        assert model(torch.randn(3, 4)).dtype is float32
         assert (torch.mm, torch.nn.functional.softmax, nn.parallel.DistributedDataParallel.__init__) == patched
-        assert "_amp_cast" not in vars(model) and "_amp_stash" not in vars(optimizer) and not vars(model[0])["_state_dict_hooks"]
+        assert "_amp_cast" not in vars(model) and "_amp_stash" not in vars(optimizer)
+        assert not vars(model[0])["_state_dict_hooks"]
 
 
 @pytest.mark.parametrize("level", LEVELS)

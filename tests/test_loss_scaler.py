@@ -269,8 +269,8 @@ def test_an_ordinary_optimizer_waits_for_the_flag_once_at_step(late_flags) -> No
 
 
 @pytest.mark.parametrize("name, options", [
-    ("SGD", dict(momentum=0.9, weight_decay=0.1)), ("SGD", dict(nesterov=True, momentum=0.9)), ("Adam", {}), ("AdamW", {}),
-    ("Adagrad", {})])
+    ("SGD", dict(momentum=0.9, weight_decay=0.1)), ("SGD", dict(nesterov=True, momentum=0.9)), ("Adam", {}),
+    ("AdamW", {}), ("Adagrad", {})])
 def test_fused_optimizers_skip_on_the_device_without_waiting(late_flags, capsys, name: str, options: dict) -> None:
     """Overflow first, then two good steps, another overflow, a good step: equal to the good steps alone."""
     def run(level: str | None) -> tuple[torch.Tensor, dict]:

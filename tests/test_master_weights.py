@@ -67,8 +67,8 @@ def test_fp32_parameters_are_their_own_masters(level):
 def test_updates_too_small_for_half_accumulate_in_the_masters(level):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=2.0 ** -14), opt_level=level, loss_scale=128.0,
-                                      verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0 ** -14)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
     for _ in range(64):
         optimizer.zero_grad()
         with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
@@ -136,7 +136,8 @@ def test_writes_through_data_need_sync_masters(level):
     model(torch.randn(6, 4))
     assert torch.equal(master_of(model[0].weight), before)
     amp.sync_masters(nn.DataParallel(model))
-    assert torch.all(master_of(model[0].weight) == 0.25) and torch.equal(model.state_dict()["0.weight"], torch.full((8, 4), 0.25))
+    assert torch.all(master_of(model[0].weight) == 0.25)
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 4), 0.25))
     with pytest.raises(RuntimeError, match="Linear.*did not go through amp.initialize"):
         amp.sync_masters(nn.Linear(1, 1))
     assert amp.sync_masters(amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)) is None
@@ -198,7 +199,8 @@ def test_shutdown_gives_the_exact_values_back(level):
     expected = copy.deepcopy(model.state_dict())
     amp.shutdown()
     assert type(model) is nn.Sequential and type(optimizer) is torch.optim.SGD
-    assert all(torch.equal(value, expected[name]) and value.dtype is expected[name].dtype for name, value in model.state_dict().items())
+    assert all(torch.equal(value, expected[name]) and value.dtype is expected[name].dtype
+               for name, value in model.state_dict().items())
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     assert all(not hasattr(p, "_amp_master") and p.dtype is torch.float32 for p in model.parameters())
     loss = model(torch.randn(6, 4)).square().mean()

@@ -649,7 +649,10 @@ SCHEDULERS = {
 
 
 def scheduled_run(level: str | None, make_scheduler, when: str, bad_first: bool) -> tuple[list[float], torch.Tensor]:
-    """Five iterations, the scheduler stepped after each; under amp the first may overflow, which skips its step only."""
+    """Five iterations, the scheduler stepped after each.
+
+    Under amp the first may overflow, which skips its step only.
+    """
     model = Dot()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     schedulers = [make_scheduler(optimizer)] if when in ("before", "both") else []

@@ -32,7 +32,8 @@ def test_paths_exist(path):
 
 def test_table_of_levels_is_that_of_the_code():
     rows = [[cell.strip(' `"') for cell in line.strip("|").split("|")]
-            for line in README.partition("## Opt levels")[2].partition("\n## ")[0].splitlines() if line.startswith("| `")]
+            for line in README.partition("## Opt levels")[2].partition("\n## ")[0].splitlines()
+            if line.startswith("| `")]
     assert len(rows) == 6
     for name, *cells in rows:
         values = [str(getattr(options, name)).removeprefix("torch.") for options in OPT_LEVELS.values()]
