@@ -19,6 +19,9 @@ constexpr int kTile = kBlockThreads * kThreadElements;
 constexpr int kElementwiseChunk = 8 * kTile;
 constexpr int kVectorBytes = 16;  // the widest memory access of a thread
 
+// For __launch_bounds__: with many lists ptxas would rather spill a register than let fewer blocks be resident.
+constexpr int min_resident_blocks(int lists) { return lists < 4 ? 1 : 3; }
+
 // ---- dtypes ---------------------------------------------------------------------------------------------------
 //
 // Kernels are compiled for the size of an element. Half and bfloat16 differ in a conversion between registers only:
@@ -267,7 +270,7 @@ __device__ __forceinline__ uint32_t run_chunk(const Element& element, const Tabl
 }
 
 template <class Element, class Table, int... kBytes>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, min_resident_blocks(Element::kLists))
     elementwise_kernel(const Table __grid_constant__ table, typename Element::Args args, unsigned bfloat16,
                        FoundInf found_inf) {
   const Chunk chunk = find_chunk(table, kElementwiseChunk);
