@@ -98,6 +98,14 @@ void run_update(const Call& call, TensorLists& lists, bool copies, const Args& a
 Average average(double beta, double rest) { return {static_cast<float>(beta), static_cast<float>(rest)}; }
 Average average(double beta) { return average(beta, 1.0 - beta); }
 
+// A step of Adam's moments, which LAMB has too.
+StepFactorsArgument count_adam(StepCounts& counts, at::Device device, const GradientArgs& gradient, double beta1,
+                               double beta2, bool bias_correction) {
+  return counts.count<CountAdam>(
+      device, [&](StepFactors* out) { return CountAdam::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
+      [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
+}
+
 bool multi_tensor_adam(py::handle grads, py::handle params, py::handle exp_avgs, py::handle exp_avg_sqs,
                        py::handle steps, py::handle model_params, py::handle found_inf, py::handle inv_scale,
                        py::handle lr, double beta1, double beta2, float eps, float weight_decay, bool adam_w_mode,
@@ -112,10 +120,7 @@ bool multi_tensor_adam(py::handle grads, py::handle params, py::handle exp_avgs,
   if (!call.direct) return false;
   require_update_kernels<AdamElement>(call, lists, copies);
   const GradientArgs gradient = step.gradient();
-  const StepFactorsArgument factors = counts.count<CountAdam>(
-      step.device,
-      [&](StepFactors* out) { return CountAdam::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
-      [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
+  const StepFactorsArgument factors = count_adam(counts, step.device, gradient, beta1, beta2, bias_correction);
   run_update<AdamElement>(call, lists, copies, AdamArgs{gradient, step.lr(), average(beta1), average(beta2), eps,
                                                         weight_decay, adam_w_mode, factors});
   return true;
@@ -186,10 +191,7 @@ bool multi_tensor_lamb(py::handle grads, py::handle params, py::handle exp_avgs,
   require_kernels<LambMomentsElement>(call, moments);
   require_update_kernels<LambParameterElement>(call, parameters, copies);
   const GradientArgs gradient = step.gradient();
-  const StepFactorsArgument factors = counts.count<CountAdam>(
-      step.device,
-      [&](StepFactors* out) { return CountAdam::Args{gradient.found_inf, beta1, beta2, bias_correction, out}; },
-      [&](double number) { return bias_corrections(beta1, beta2, number, bias_correction); });
+  const StepFactorsArgument factors = count_adam(counts, step.device, gradient, beta1, beta2, bias_correction);
   LambArgs args{gradient, step.lr(), norm.on(step.device, step.keep),
                 average(beta1, grad_averaging ? 1.0 - beta1 : 1.0), average(beta2), eps, weight_decay, max_grad_norm,
                 adam_w_mode, use_nvlamb || weight_decay != 0.0f, factors, nullptr, nullptr};

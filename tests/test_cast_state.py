@@ -187,19 +187,13 @@ class _TorchDecorated(torch.autograd.Function):
         return gradient
 
 
-class _TorchDecoratedInPlace(torch.autograd.Function):
+class _TorchDecoratedInPlace(_TorchDecorated):
     """As torch's documentation does it without `cast_inputs`: forward and backward in the surrounding state."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 1
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _TorchDecorated.seen.append(dtype_here())
-        return gradient
 
 
 def test_functions_decorated_by_torch_see_these_casts() -> None:

@@ -3,15 +3,14 @@ from __future__ import annotations
 
 import warnings
 from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._C import (are_first, get_grads, same_grads, same_objects, set_grads, share_grads, sort_grads,
-                   take_grads, versions)
+from .._C import (are_first, get_grads, same_grads, same_objects, set_grads, share_grads, sort_grads, take_grads,
+                  versions)
 from ..multi_tensor import multi_tensor_axpby, multi_tensor_check, multi_tensor_scale
 from .master_weights import MasterWeights
 
@@ -280,7 +279,7 @@ class Gradients:
         holders: list[Tensor] = []
         if self.masters is not None:
             carriers, holders = self.masters.model_params, self.masters.masters
-            if len(own) == len(holders) and all(map(is_, own, holders)):
+            if same_objects(own, holders):
                 own = []
             else:
                 masters = set(map(id, holders))

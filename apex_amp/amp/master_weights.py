@@ -4,14 +4,13 @@ from __future__ import annotations
 import copy
 import struct
 import weakref
-from operator import is_
 from typing import Any, ClassVar, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._C import note_equal, written_pairs
+from .._C import note_equal, same_objects, written_pairs
 from ..multi_tensor import multi_tensor_copy
 
 
@@ -122,7 +121,7 @@ class MasterWeights:
         self._note_equal(None if self._are_all(masters) else [self._master_index[id(master)] for master in masters])
 
     def _are_all(self, masters: list[torch.Tensor]) -> bool:
-        return len(masters) == len(self.masters) and all(map(is_, masters, self.masters))
+        return same_objects(masters, self.masters)
 
     def take_zeroed_grads(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gives masters without gradients, which a step drops, the zeros that zero_grad left in the model."""
