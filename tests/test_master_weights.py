@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from apex_amp import amp
-from apex_amp.amp.master_weights import MasterWeights, master_of
+from apex_amp.amp.master_weights import master_of
 
 LOW = {"O2": torch.float16, "O5": torch.bfloat16}
 levels = pytest.mark.parametrize("level", LOW)

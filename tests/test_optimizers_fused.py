@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
